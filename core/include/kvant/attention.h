@@ -1,0 +1,88 @@
+// Attention over one layer of a SlotCache: fused on packed codes, or dequantize first.
+//
+// Method: online softmax (Milakov and Gimelshein 2018), split over fixed runs of pages whose states
+// (maximum, sum, weighted output) are merged in order, as in FlashDecoding. Runs depend on positions only, so
+// the result does not depend on the number of threads or on how queries are batched.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "kvant/slot_cache.h"
+#include "kvant/status.h"
+
+namespace kvant {
+
+enum class AttentionPath : uint8_t {
+  kFused = 0,    // integer products on the packed codes
+  kDequantize,   // tiles are decoded to floats, then float products
+};
+
+// Pages per run of the split: 512 tokens.
+inline constexpr int kRunPages = 8;
+
+struct AttentionArgs {
+  LayerId layer;
+  const BatchPlan* plan = nullptr;
+  // q: float, value of (stream s, query n, head h, channel c) at q + s * q_stream + n * q_token + h * q_head + c;
+  // strides in floats.
+  const float* q = nullptr;
+  size_t q_head = 0, q_token = 0, q_stream = 0;
+  float* out = nullptr;  // same addressing, value_dim channels
+  size_t out_head = 0, out_token = 0, out_stream = 0;
+  float scale = 1.0f;                    // multiplies q . k
+  float soft_cap = 0.0f;                 // 0: none; else cap * tanh(logit / cap)
+  const float* alibi_slopes = nullptr;   // [n_query_heads], multiplies the mask; null: 1
+  const float* sink_logits = nullptr;    // [n_query_heads], learned sinks; null: none
+  AttentionPath path = AttentionPath::kFused;
+};
+
+// Shared workspace of one cache: allocated once, counted, reused by every layer and call.
+class AttentionWorkspace {
+ public:
+  static Result<std::unique_ptr<AttentionWorkspace>> create(SlotCache* cache);
+  static size_t bytes(const SlotCache::Options& options);
+  ~AttentionWorkspace();
+  std::byte* thread_memory(int ith) const;
+  std::byte* shared_memory() const;
+  size_t shared_bytes() const { return shared_bytes_; }
+  size_t thread_bytes() const { return thread_bytes_; }
+  int max_threads() const { return max_threads_; }
+
+ private:
+  AttentionWorkspace() = default;
+  PoolBuffer buffer_;
+  size_t thread_bytes_ = 0;
+  size_t shared_bytes_ = 0;
+  int max_threads_ = 1;
+};
+
+// One attention call, run by any number of threads: every thread calls run() with its share. Also seals the
+// layer's pages of the plan first. prepare() may be called again for the next call.
+class AttentionJob {
+ public:
+  // Refuses (kUnsupported, kInvalidArgument) before any work.
+  Status prepare(SlotCache* cache, AttentionWorkspace* workspace, const AttentionArgs& args);
+  void run(WorkShare share);
+
+ private:
+  friend struct AttentionRunner;
+  SlotCache* cache_ = nullptr;
+  AttentionWorkspace* workspace_ = nullptr;
+  AttentionArgs args_;
+  int seal_items_ = 0;
+  int query_block_ = 1;   // queries per item
+  int n_blocks_ = 0;      // (stream, query block) pairs
+  int n_items_ = 0;
+  bool split_ = false;    // items are single runs whose states are merged by the last to finish
+  int max_runs_ = 0;
+  std::atomic<int> next_seal_{0}, sealed_{0}, next_{0};
+};
+
+// Double-precision attention over what the cache stores, for tests and `kvant eval --check`:
+// DQREF when `original_*` are null, else REF over the given values.
+Status reference_attention(const SlotCache& cache, const AttentionArgs& args, float* out);
+
+}  // namespace kvant

@@ -1,0 +1,73 @@
+# Lint, sanitizers, fuzzing, coverage.
+
+source_files() {
+  git -C "$KVANT_ROOT" ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cc' '*.inc'
+}
+
+verb_format() {
+  # shellcheck disable=SC2086
+  with_setup_lock require_packages $PACKAGES_LINT
+  source_files | xargs -r clang-format -i
+}
+
+verb_lint() {
+  # shellcheck disable=SC2086
+  with_setup_lock require_packages $PACKAGES_LINT
+  setup_base
+  step "configure kvant" "$KVANT_BUILD/log-configure.txt" configure_main
+  source_files | xargs -r clang-format --dry-run -Werror
+  source_files | grep -E '^(core|adapters|eval|apps)/.*\.cpp$' |
+    xargs -r -n 1 -P "$JOBS" clang-tidy --quiet -p "$KVANT_BUILD" --warnings-as-errors='*' \
+      --extra-arg=-Wno-unknown-warning-option
+  say "lint: no findings"
+}
+
+core_build() {
+  local dir="$1"
+  shift
+  step "configure $(basename "$dir")" "$dir/log-configure.txt" configure "$dir" -DKVANT_CORE_ONLY=ON "$@"
+  step "build $(basename "$dir")" "$dir/log-build.txt" ninja -C "$dir" -j "$JOBS"
+}
+
+# verb_sanitize NAME SANITIZERS: core and its tests; an error of a sanitizer ends the test that it happens in.
+verb_sanitize() {
+  local dir="$KVANT_ROOT/build-$1"
+  # shellcheck disable=SC2086
+  with_setup_lock require_packages $PACKAGES_BUILD
+  core_build "$dir" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVANT_SANITIZE="$2"
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 ASAN_OPTIONS=detect_stack_use_after_return=1 \
+    ctest --test-dir "$dir" --output-on-failure --no-tests=error -j "$JOBS"
+}
+
+verb_fuzz() {
+  local seconds="${1:-30}" dir="$KVANT_ROOT/build-fuzz" target name corpus found=0
+  # shellcheck disable=SC2086
+  with_setup_lock require_packages $PACKAGES_BUILD $PACKAGES_FUZZ
+  core_build "$dir" -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVANT_FUZZ=ON \
+    -DKVANT_BUILD_TESTS=OFF
+  for target in "$dir"/bin/fuzz_*; do
+    [ -x "$target" ] || continue
+    found=1
+    name="$(basename "$target")"
+    corpus="$KVANT_HOME/fuzz/$name"
+    mkdir -p "$corpus"
+    say "$name for $seconds s"
+    # New inputs go to the cache folder; the committed corpus is read only.
+    local seeds="$KVANT_ROOT/fuzz/corpus/${name#fuzz_}"
+    [ -d "$seeds" ] || seeds=""
+    "$target" -max_total_time="$seconds" -print_final_stats=1 "$corpus" ${seeds:+"$seeds"}
+  done
+  [ "$found" -eq 1 ] || die "fuzz: no target was built"
+}
+
+verb_coverage() {
+  local dir="$KVANT_ROOT/build-coverage"
+  # shellcheck disable=SC2086
+  with_setup_lock require_packages $PACKAGES_BUILD $PACKAGES_COVERAGE
+  core_build "$dir" -DCMAKE_BUILD_TYPE=Debug -DKVANT_COVERAGE=ON
+  find "$dir" -name '*.gcda' -delete
+  ctest --test-dir "$dir" --output-on-failure --no-tests=error -j "$JOBS"
+  # core/src/simd is left out: it is compiled per instruction set and held to the scalar code bit for bit by tests.
+  gcovr --root "$KVANT_ROOT" --object-directory "$dir" --filter 'core/' --exclude 'core/src/simd/' \
+    --exclude-throw-branches --gcov-ignore-parse-errors --print-summary --fail-under-line 90
+}
