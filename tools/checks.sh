@@ -25,7 +25,7 @@ verb_lint() {
 core_build() {
   local dir="$1"
   shift
-  step "configure $(basename "$dir")" "$dir/log-configure.txt" configure "$dir" -DKVANT_CORE_ONLY=ON "$@"
+  step "configure $(basename "$dir")" "$dir/log-configure.txt" configure "$dir" -DKVANT_CORE_ONLY=ON -DKVANT_BUILD_BENCH=OFF "$@"
   step "build $(basename "$dir")" "$dir/log-build.txt" ninja -C "$dir" -j "$JOBS"
 }
 

@@ -115,8 +115,16 @@ fetch_debs() {
   for deb in *.deb; do dpkg-deb -x "$deb" "${deb%%_*}"; done
 }
 
-# Drops lines that are only drawn rules (one repeated sign): a model predicts them for free.
-drop_rules() { LC_ALL=C sed -E '/^[[:space:]]*([^[:alnum:][:space:]]{1,3})\1{3,}[[:space:]]*$/d'; }
+# Drops lines that are only drawn rules (three or more of one sign): a model predicts them for free.
+drop_rules() {
+  python3 -c '
+import sys
+for line in sys.stdin.buffer.read().decode("utf-8").splitlines():
+    signs = set(line.strip())
+    if not (len(line.strip()) >= 3 and len(signs) == 1 and not line.strip().isalnum()):
+        sys.stdout.buffer.write((line + "\n").encode("utf-8"))
+'
+}
 
 make_text() {
   local scratch="$1" chapter
