@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "kvant/slot_cache.h"
 #include "kvant/status.h"
@@ -39,7 +40,9 @@ struct AttentionArgs {
   AttentionPath path = AttentionPath::kFused;
 };
 
-// Shared workspace of one cache: allocated once, counted, reused by every layer and call.
+// Workspace of one cache: allocated once, counted, reused by every layer and call.
+struct WorkspaceLayout;
+
 class AttentionWorkspace {
  public:
   static Result<std::unique_ptr<AttentionWorkspace>> create(SlotCache* cache);
@@ -47,15 +50,13 @@ class AttentionWorkspace {
   ~AttentionWorkspace();
   std::byte* thread_memory(int ith) const;
   std::byte* shared_memory() const;
-  size_t shared_bytes() const { return shared_bytes_; }
-  size_t thread_bytes() const { return thread_bytes_; }
+  const WorkspaceLayout& layout() const { return *layout_; }
   int max_threads() const { return max_threads_; }
 
  private:
-  AttentionWorkspace() = default;
+  AttentionWorkspace();
   PoolBuffer buffer_;
-  size_t thread_bytes_ = 0;
-  size_t shared_bytes_ = 0;
+  std::unique_ptr<WorkspaceLayout> layout_;
   int max_threads_ = 1;
 };
 
@@ -68,21 +69,23 @@ class AttentionJob {
   void run(WorkShare share);
 
  private:
-  friend struct AttentionRunner;
+  friend class AttentionRunner;
   SlotCache* cache_ = nullptr;
   AttentionWorkspace* workspace_ = nullptr;
   AttentionArgs args_;
-  int seal_items_ = 0;
-  int query_block_ = 1;   // queries per item
-  int n_blocks_ = 0;      // (stream, query block) pairs
-  int n_items_ = 0;
-  bool split_ = false;    // items are single runs whose states are merged by the last to finish
+  std::vector<SealItem> seal_;
+  int query_block_ = 1;  // queries per item
+  int n_blocks_ = 0;     // (stream, query block) pairs
+  int n_kv_heads_ = 0;
   int max_runs_ = 0;
+  int n_items_ = 0;
+  bool split_ = false;  // an item is one run; the last run of a (block, head) to finish merges them
+  std::vector<std::atomic<int>> progress_;  // [n_blocks * n_kv_heads][2]: query preparation, finished runs
   std::atomic<int> next_seal_{0}, sealed_{0}, next_{0};
 };
 
-// Double-precision attention over what the cache stores, for tests and `kvant eval --check`:
-// DQREF when `original_*` are null, else REF over the given values.
-Status reference_attention(const SlotCache& cache, const AttentionArgs& args, float* out);
+// Double-precision attention over what the cache stores (tiles decoded, transforms undone, the same choice of
+// exact and quantized keys): DQREF, what every other path is judged against.
+Status reference_attention(const SlotCache& cache, const AttentionArgs& args);
 
 }  // namespace kvant

@@ -5,9 +5,9 @@
 //
 //   begin_batch(slots, layers)      slots get new stamps; their old content is gone; rows are reserved
 //   plan(queries, &plan)            masks are read once; pages to seal are chosen, their tiles reserved
-//   write(layer, side, ...)  \
-//   seal(layer, plan, ...)    |     per layer; may be shared by threads
-//   Attention over the layer /
+//   write(layer, side, ...)         per layer; may be shared by threads
+//   seal_page(item)                 per layer, page and side; may be shared by threads
+//   attention over the layer        (kvant/attention.h)
 //   end_batch(plan)                 exact rows that nobody needs any more are released
 //
 // Which keys a query sees quantized depends on token order only: a key is exact for a query when it is a
@@ -46,11 +46,11 @@ struct WorkShare {
 struct SidePage {
   std::byte* tiles = nullptr;      // heads back to back, Format::tile_bytes each
   uint16_t* rows = nullptr;        // [n_kv_heads][64][dim] binary16
-  uint16_t* kept = nullptr;        // [n_kv_heads][popcount(kept_mask)][dim]: exact rows of a sealed page
+  uint16_t* kept = nullptr;        // [n_kv_heads][popcount(kept_layout)][dim]: exact rows of a sealed page
   uint64_t tile_mask = 0;          // slots whose content is in the tiles
   uint64_t row_mask = 0;           // slots whose content is in `rows`
-  uint64_t kept_mask = 0;          // slots whose content is in `kept`
-  uint32_t kept_capacity = 0;      // rows that `kept` was allocated for
+  uint64_t kept_mask = 0;          // slots whose content is in `kept`; a subset of kept_layout
+  uint64_t kept_layout = 0;        // slots that `kept` was laid out for: row of slot t is its rank here
 };
 
 // Queries of one stream, in the order in which their tokens were written.
@@ -79,6 +79,12 @@ struct StreamPlan {
   bool in_window(int query, int page) const {
     return (window[static_cast<size_t>(query) * ((n_pages + 63) / 64) + page / 64] >> (page % 64)) & 1;
   }
+};
+
+// One page of one layer and side to encode.
+struct SealItem {
+  int32_t layer = 0, stream = 0, page = 0;
+  Side side = Side::kKey;
 };
 
 struct BatchPlan {
@@ -125,10 +131,10 @@ class SlotCache {
   // (take_error) and names layer, head and slot.
   void write(LayerId layer, Side side, std::span<const int64_t> slots, const float* rows, size_t row_stride,
              WorkShare share);
-  // Encodes the pages of the plan that this layer has no tiles for. Calls of all threads must have returned
-  // before attention reads the layer; `next` is a shared counter that starts at 0.
-  void seal(LayerId layer, const BatchPlan& plan, std::atomic<int>* next);
-  int seal_items(LayerId layer, const BatchPlan& plan) const;
+  // Pages of the plan that this layer has reserved tiles for but not encoded yet.
+  void seal_items(LayerId layer, const BatchPlan& plan, std::vector<SealItem>* items) const;
+  // Encodes one of them. Attention over the layer must wait until every item is sealed.
+  void seal_page(const SealItem& item);
   void end_batch(const BatchPlan& plan);
   // The first error of write() since the last call; ok when none.
   Status take_error();
@@ -149,11 +155,13 @@ class SlotCache {
   int n_pages() const { return n_pages_; }
   const LayerScheme& layer(LayerId id) const { return options_.layers[id.value]; }
   const SidePage& side_page(LayerId layer, StreamId stream, int page, Side side) const;
-  bool is_sink(StreamId stream, int slot) const;
   MemoryReport memory() const;
   const MemoryPool& pool() const { return pool_; }
   MemoryPool& pool() { return pool_; }
   ReadCounters& counters() { return counters_; }
+  // Sink slots of a page as a bit mask.
+  uint64_t sink_mask(StreamId stream, int page) const;
+  int used_slots(StreamId stream) const;
   uint64_t sealed_tiles() const { return sealed_tiles_.load(std::memory_order_relaxed); }
 
  private:
@@ -168,7 +176,8 @@ class SlotCache {
   void forget_slot(int layer, int stream, int slot, Side side);
   void drop_rows(int layer, int stream, int page, Side side);
   void free_everything();
-  void seal_tile(int layer, int stream, int page, Side side, int head);
+  Status reserve_planned_tiles(const BatchPlan& plan);
+  void free_unsealed_tiles(const BatchPlan& plan);
   void record_error(Status status);
 
   Options options_;
@@ -182,8 +191,9 @@ class SlotCache {
   Status first_error_;
 };
 
-// Bytes of a cache of this shape when every stream holds `tokens` tokens of one sequence, appended in
-// batches of `batch` tokens: equals SlotCache::memory() to the byte. Used by `kvant plan`.
-MemoryReport plan_memory(const SlotCache::Options& options, int tokens, int batch);
+// Bytes of a cache of this shape, workspace included, when every stream holds `tokens` tokens of one
+// sequence, appended in order in batches of any size: equals SlotCache::memory() to the byte once an
+// AttentionWorkspace was created. Used by `kvant plan`.
+MemoryReport plan_memory(const SlotCache::Options& options, int tokens);
 
 }  // namespace kvant

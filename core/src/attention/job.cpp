@@ -1,0 +1,133 @@
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "attention/runner.h"
+#include "kvant/attention.h"
+#include "simd/kernels.h"
+
+namespace kvant {
+namespace {
+
+int largest_group(const SlotCache::Options& options) {
+  int group = 1;
+  for (const LayerScheme& layer : options.layers) {
+    group = std::max(group, layer.shape.n_query_heads / layer.shape.n_kv_heads);
+  }
+  return group;
+}
+
+}  // namespace
+
+WorkspaceLayout workspace_layout(const SlotCache::Options& options) {
+  WorkspaceLayout w;
+  w.rows = std::max(kBlockRows, largest_group(options));
+  for (const LayerScheme& layer : options.layers) {
+    w.key_dim = std::max(w.key_dim, layer.shape.key_dim);
+    w.value_dim = std::max(w.value_dim, layer.shape.value_dim);
+    for (const HeadScheme& head : layer.heads) {
+      w.prepared = std::max(w.prepared, simd::prepared_query_bytes(head.key_format.layout(), w.rows));
+      w.pv = std::max(w.pv, simd::pv_workspace_bytes(head.value_format.layout(), w.rows));
+    }
+  }
+  w.prepared = align_up(w.prepared, 64);
+  w.pv = align_up(w.pv, 64);
+  const size_t row_floats = align_up(static_cast<size_t>(w.rows) * 4, 64);
+  const size_t logits = static_cast<size_t>(w.rows) * kPageTokens * 4;
+  const size_t queries = align_up(static_cast<size_t>(w.rows) * w.key_dim * 4, 64);
+  w.state = align_up(static_cast<size_t>(w.rows) * sizeof(simd::RowState), 64) +
+            2 * align_up(static_cast<size_t>(w.rows) * w.value_dim * 4, 64);
+  w.shared_query = 2 * queries + row_floats;
+  const size_t masks = 6 * align_up(static_cast<size_t>(w.rows) * 8, 64);
+  const size_t floats = align_up(static_cast<size_t>(kPageTokens) * std::max(w.key_dim, w.value_dim) * 4, 64);
+  w.thread_bytes = align_up(w.shared_query, 64) + w.prepared + 2 * w.state + 3 * logits + row_floats + masks + w.pv + floats;
+  // Split: every (block, head) pair has one query preparation and one state per run.
+  w.max_runs = (options.n_slots + kRunPages * kPageTokens - 1) / (kRunPages * kPageTokens);
+  int heads = 1;
+  for (const LayerScheme& layer : options.layers) heads = std::max(heads, layer.shape.n_kv_heads);
+  const int group = largest_group(options);
+  // States of one token per stream, at least four, for each query head.
+  w.split_rows = static_cast<size_t>(heads) * group * std::max(4, options.n_streams);
+  w.row_state = align_up(sizeof(simd::RowState) + 2 * static_cast<size_t>(w.value_dim) * 4, 64);
+  w.shared_bytes = w.split_rows * w.max_runs * w.row_state + static_cast<size_t>(kMaxSplitPairs) * w.shared_query;
+  return w;
+}
+
+size_t AttentionWorkspace::bytes(const SlotCache::Options& options) {
+  const WorkspaceLayout w = workspace_layout(options);
+  return w.shared_bytes + w.thread_bytes * static_cast<size_t>(std::max(1, options.max_threads));
+}
+
+Result<std::unique_ptr<AttentionWorkspace>> AttentionWorkspace::create(SlotCache* cache) {
+  std::unique_ptr<AttentionWorkspace> workspace(new AttentionWorkspace());
+  workspace->layout_ = std::make_unique<WorkspaceLayout>(workspace_layout(cache->options()));
+  workspace->max_threads_ = std::max(1, cache->options().max_threads);
+  const size_t bytes = AttentionWorkspace::bytes(cache->options());
+  workspace->buffer_ = PoolBuffer(&cache->pool(), bytes, Use::kWorkspace);
+  if (!workspace->buffer_) {
+    return Status(Code::kPoolExhausted, "the workspace of " + std::to_string(bytes) +
+                                            " bytes does not fit in the memory limit of " +
+                                            std::to_string(cache->pool().limit_bytes()) + " bytes");
+  }
+  return workspace;
+}
+
+AttentionWorkspace::AttentionWorkspace() = default;
+AttentionWorkspace::~AttentionWorkspace() = default;
+
+std::byte* AttentionWorkspace::shared_memory() const { return buffer_.data(); }
+
+std::byte* AttentionWorkspace::thread_memory(int ith) const {
+  return buffer_.data() + layout_->shared_bytes + layout_->thread_bytes * static_cast<size_t>(ith);
+}
+
+Status AttentionJob::prepare(SlotCache* cache, AttentionWorkspace* workspace, const AttentionArgs& args) {
+  if (args.layer.value < 0 || args.layer.value >= cache->n_layers()) {
+    return {Code::kOutOfRange, "layer " + std::to_string(args.layer.value) + ": the cache has " +
+                                   std::to_string(cache->n_layers())};
+  }
+  if (args.plan == nullptr || args.q == nullptr || args.out == nullptr) {
+    return {Code::kInvalidArgument, "attention needs a plan, queries and an output"};
+  }
+  cache_ = cache;
+  workspace_ = workspace;
+  args_ = args;
+  const LayerShape& shape = cache->layer(args.layer).shape;
+  const int group = shape.n_query_heads / shape.n_kv_heads;
+  n_kv_heads_ = shape.n_kv_heads;
+  query_block_ = std::max(1, workspace->layout().rows / group);
+  n_blocks_ = 0;
+  max_runs_ = 0;
+  size_t rows = 0;
+  for (const StreamPlan& stream : args.plan->streams) {
+    n_blocks_ += (stream.n_queries + query_block_ - 1) / query_block_;
+    max_runs_ = std::max(max_runs_, (stream.n_pages + kRunPages - 1) / kRunPages);
+    rows += static_cast<size_t>(stream.n_queries) * shape.n_query_heads;
+  }
+  const WorkspaceLayout& w = workspace->layout();
+  const int pairs = n_blocks_ * n_kv_heads_;
+  split_ = max_runs_ > 1 && pairs <= kMaxSplitPairs && rows <= w.split_rows && max_runs_ <= w.max_runs;
+  n_items_ = pairs * (split_ ? max_runs_ : 1);
+  if (progress_.size() < static_cast<size_t>(pairs) * 2) {
+    progress_ = std::vector<std::atomic<int>>(static_cast<size_t>(pairs) * 2);
+  }
+  for (auto& p : progress_) p.store(0, std::memory_order_relaxed);
+  cache->seal_items(args.layer, *args.plan, &seal_);
+  next_seal_.store(0, std::memory_order_relaxed);
+  sealed_.store(0, std::memory_order_relaxed);
+  next_.store(0, std::memory_order_release);
+  return {};
+}
+
+void AttentionJob::run(WorkShare share) {
+  const int n_seal = static_cast<int>(seal_.size());
+  for (int i = next_seal_.fetch_add(1); i < n_seal; i = next_seal_.fetch_add(1)) {
+    cache_->seal_page(seal_[i]);
+    sealed_.fetch_add(1, std::memory_order_release);
+  }
+  while (sealed_.load(std::memory_order_acquire) < n_seal) cpu_relax();
+  AttentionRunner runner(this, share.ith);
+  for (int i = next_.fetch_add(1); i < n_items_; i = next_.fetch_add(1)) runner.run_item(i);
+}
+
+}  // namespace kvant

@@ -1,0 +1,613 @@
+#include "kvant/slot_cache.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "cache/slot_table.h"
+#include "kvant/attention.h"
+#include "kvant/half.h"
+
+namespace kvant {
+namespace {
+
+constexpr uint16_t kHalfExponent = 0x7C00;
+
+int dim_of(const LayerShape& shape, Side side) {
+  return side == Side::kKey ? shape.key_dim : shape.value_dim;
+}
+
+const Format& format_of(const HeadScheme& head, Side side) {
+  return side == Side::kKey ? head.key_format : head.value_format;
+}
+
+const Transform& transform_of(const HeadScheme& head, Side side) {
+  return side == Side::kKey ? *head.key_transform : *head.value_transform;
+}
+
+// A side whose format is f16 stays in rows: it is never sealed.
+bool side_quantized(const LayerScheme& layer, Side side) {
+  return !layer.exact && !format_of(layer.heads.front(), side).exact();
+}
+
+size_t row_page_bytes(const LayerShape& shape, Side side) {
+  return static_cast<size_t>(shape.n_kv_heads) * kPageTokens * dim_of(shape, side) * sizeof(uint16_t);
+}
+
+size_t kept_bytes(const LayerShape& shape, Side side, int rows) {
+  return align_up(static_cast<size_t>(shape.n_kv_heads) * rows * dim_of(shape, side) * sizeof(uint16_t), 64);
+}
+
+size_t tiles_bytes(const LayerScheme& layer, Side side) {
+  return side == Side::kKey ? layer.key_tile_bytes() : layer.value_tile_bytes();
+}
+
+size_t page_table_bytes(const SlotCache::Options& options, int n_pages) {
+  return align_up(options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage),
+                  64);
+}
+
+int rank(uint64_t layout, int t) { return std::popcount(layout & ((uint64_t{1} << t) - 1)); }
+
+constexpr Side kSides[] = {Side::kKey, Side::kValue};
+
+}  // namespace
+
+SlotCache::SlotCache(Options options) : options_(std::move(options)), pool_(options_.memory) {}
+
+Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
+  if (options.layers.empty()) return Status(Code::kInvalidArgument, "layers: at least one layer is needed");
+  if (options.n_slots < 1) return Status(Code::kInvalidArgument, "n_slots: at least 1 is needed");
+  if (options.n_streams < 1) return Status(Code::kInvalidArgument, "n_streams: at least 1 is needed");
+  if (options.window < 0 || options.sinks < 0) {
+    return Status(Code::kInvalidArgument, "window and sinks: 0 is the least");
+  }
+  std::unique_ptr<SlotCache> cache(new SlotCache(std::move(options)));
+  SlotCache& c = *cache;
+  c.n_pages_ = (c.options_.n_slots + kPageTokens - 1) / kPageTokens;
+  c.table_ = std::make_unique<SlotTable>(c.n_pages_, c.options_.n_streams, &c.pool_);
+  c.pages_ = PoolBuffer(&c.pool_, page_table_bytes(c.options_, c.n_pages_), Use::kTables);
+  if (!c.table_->ok() || !c.pages_) {
+    return Status(Code::kPoolExhausted, "the tables of the cache do not fit in the memory limit of " +
+                                            std::to_string(c.pool_.limit_bytes()) + " bytes");
+  }
+  SidePage* page = reinterpret_cast<SidePage*>(c.pages_.data());
+  const size_t count = c.pages_.bytes() / sizeof(SidePage);
+  for (size_t i = 0; i < count; ++i) new (page + i) SidePage();
+  return cache;
+}
+
+SlotCache::~SlotCache() { free_everything(); }
+
+SidePage& SlotCache::page_ref(int layer, int stream, int page, Side side) {
+  const size_t index =
+      ((static_cast<size_t>(layer) * options_.n_streams + stream) * n_pages_ + page) * 2 + static_cast<int>(side);
+  return reinterpret_cast<SidePage*>(pages_.data())[index];
+}
+
+const SidePage& SlotCache::side_page(LayerId layer, StreamId stream, int page, Side side) const {
+  return const_cast<SlotCache*>(this)->page_ref(layer.value, stream.value, page, side);
+}
+
+uint64_t SlotCache::sink_mask(StreamId stream, int page) const { return table_->sinks(stream.value, page); }
+
+int SlotCache::used_slots(StreamId stream) const { return table_->used_slots(stream.value); }
+
+// ---- memory of one page
+
+Status SlotCache::reserve_rows(int layer, int stream, int page, Side side) {
+  SidePage& sp = page_ref(layer, stream, page, side);
+  if (sp.rows != nullptr) return {};
+  const size_t bytes = row_page_bytes(options_.layers[layer].shape, side);
+  sp.rows = static_cast<uint16_t*>(pool_.allocate(bytes, Use::kExactRows));
+  if (sp.rows == nullptr) {
+    return {Code::kPoolExhausted, "layer " + std::to_string(layer) + ": " + std::to_string(bytes) +
+                                      " bytes of exact rows do not fit in the memory limit of " +
+                                      std::to_string(pool_.limit_bytes()) + " bytes"};
+  }
+  // Rows that hold nothing are hidden, but products with them must stay finite.
+  std::memset(sp.rows, 0, bytes);
+  sp.row_mask = 0;
+  return {};
+}
+
+Status SlotCache::reserve_tiles(int layer, int stream, int page, Side side) {
+  SidePage& sp = page_ref(layer, stream, page, side);
+  if (sp.tiles != nullptr) return {};
+  const size_t bytes = tiles_bytes(options_.layers[layer], side);
+  sp.tiles = static_cast<std::byte*>(pool_.allocate(bytes, Use::kTiles));
+  if (sp.tiles == nullptr) {
+    return {Code::kPoolExhausted, "layer " + std::to_string(layer) + ": " + std::to_string(bytes) +
+                                      " bytes of tiles do not fit in the memory limit of " +
+                                      std::to_string(pool_.limit_bytes()) + " bytes"};
+  }
+  sp.tile_mask = 0;
+  return {};
+}
+
+void SlotCache::free_tiles(int layer, SidePage* page, Side side) {
+  if (page->tiles != nullptr) pool_.release(page->tiles, tiles_bytes(options_.layers[layer], side), Use::kTiles);
+  page->tiles = nullptr;
+  page->tile_mask = 0;
+}
+
+void SlotCache::free_rows(int layer, SidePage* page, Side side) {
+  if (page->rows != nullptr) {
+    pool_.release(page->rows, row_page_bytes(options_.layers[layer].shape, side), Use::kExactRows);
+  }
+  page->rows = nullptr;
+  page->row_mask = 0;
+}
+
+void SlotCache::free_kept(int layer, SidePage* page, Side side) {
+  if (page->kept != nullptr) {
+    pool_.release(page->kept, kept_bytes(options_.layers[layer].shape, side, std::popcount(page->kept_layout)),
+                  Use::kExactRows);
+  }
+  page->kept = nullptr;
+  page->kept_mask = page->kept_layout = 0;
+}
+
+void SlotCache::free_everything() {
+  if (!pages_) return;
+  for (int layer = 0; layer < n_layers(); ++layer) {
+    for (int stream = 0; stream < options_.n_streams; ++stream) {
+      for (int p = 0; p < n_pages_; ++p) {
+        for (const Side side : kSides) {
+          SidePage& sp = page_ref(layer, stream, p, side);
+          free_tiles(layer, &sp, side);
+          free_rows(layer, &sp, side);
+          free_kept(layer, &sp, side);
+        }
+      }
+    }
+  }
+}
+
+void SlotCache::clear() {
+  free_everything();
+  table_->clear();
+  (void)take_error();
+}
+
+void SlotCache::forget_slot(int layer, int stream, int slot, Side side) {
+  SidePage& sp = page_ref(layer, stream, slot / kPageTokens, side);
+  const uint64_t keep = ~(uint64_t{1} << (slot % kPageTokens));
+  sp.row_mask &= keep;
+  sp.tile_mask &= keep;
+  sp.kept_mask &= keep;
+  if (sp.tiles != nullptr && sp.tile_mask == 0) free_tiles(layer, &sp, side);
+  if (sp.kept != nullptr && sp.kept_mask == 0) free_kept(layer, &sp, side);
+}
+
+// Keeps the sinks of a sealed page and lets go of its other rows. Rows of slots that are not in the tiles
+// (patches) hold the page's rows back.
+void SlotCache::drop_rows(int layer, int stream, int page, Side side) {
+  SidePage& sp = page_ref(layer, stream, page, side);
+  if (sp.rows == nullptr || (sp.row_mask & ~sp.tile_mask) != 0) return;
+  const uint64_t sinks = table_->sinks(stream, page) & sp.row_mask;
+  if (sinks != 0) {
+    const LayerShape& shape = options_.layers[layer].shape;
+    const int dim = dim_of(shape, side);
+    const int n = std::popcount(sinks);
+    auto* kept = static_cast<uint16_t*>(pool_.allocate(kept_bytes(shape, side, n), Use::kExactRows));
+    if (kept == nullptr) return;
+    for (int head = 0; head < shape.n_kv_heads; ++head) {
+      for (int t = 0; t < kPageTokens; ++t) {
+        if (((sinks >> t) & 1) == 0) continue;
+        std::memcpy(kept + (static_cast<size_t>(head) * n + rank(sinks, t)) * dim,
+                    sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, dim * sizeof(uint16_t));
+      }
+    }
+    free_kept(layer, &sp, side);
+    sp.kept = kept;
+    sp.kept_mask = sp.kept_layout = sinks;
+  }
+  free_rows(layer, &sp, side);
+}
+
+// ---- batch
+
+Status SlotCache::begin_batch(std::span<const int64_t> slots, std::span<const int32_t> layers) {
+  const int64_t per_stream = static_cast<int64_t>(n_pages_) * kPageTokens;
+  for (const int64_t slot : slots) {
+    if (slot < 0 || slot >= per_stream * options_.n_streams) {
+      return {Code::kOutOfRange, "slot " + std::to_string(slot) + ": the cache has " +
+                                     std::to_string(per_stream * options_.n_streams) + " slots"};
+    }
+  }
+  std::vector<int64_t> pages;  // stream * n_pages + page
+  for (const int64_t slot : slots) {
+    const int64_t page = slot / kPageTokens;
+    if (pages.empty() || pages.back() != page) pages.push_back(page);
+  }
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  struct Reserved {
+    int layer, stream, page;
+    Side side;
+  };
+  std::vector<Reserved> reserved;
+  for (const int32_t layer : layers) {
+    for (const int64_t page : pages) {
+      for (const Side side : kSides) {
+        const Reserved r{layer, static_cast<int>(page / n_pages_), static_cast<int>(page % n_pages_), side};
+        if (page_ref(layer, r.stream, r.page, side).rows != nullptr) continue;
+        const Status status = reserve_rows(layer, r.stream, r.page, side);
+        if (!status.ok()) {
+          for (const Reserved& u : reserved) free_rows(u.layer, &page_ref(u.layer, u.stream, u.page, u.side), u.side);
+          return status;
+        }
+        reserved.push_back(r);
+      }
+    }
+  }
+  for (const int64_t slot : slots) {
+    const int stream = static_cast<int>(slot / per_stream);
+    const int local = static_cast<int>(slot % per_stream);
+    table_->write(stream, local);
+    for (const int32_t layer : layers) {
+      for (const Side side : kSides) forget_slot(layer, stream, local, side);
+    }
+  }
+  return {};
+}
+
+Status SlotCache::plan(std::span<const StreamQueries> queries, std::span<const int32_t> layers, BatchPlan* plan) {
+  plan->streams.resize(queries.size());
+  plan->layers.assign(layers.begin(), layers.end());
+  for (size_t i = 0; i < queries.size(); ++i) {
+    const StreamQueries& q = queries[i];
+    if (q.stream.value < 0 || q.stream.value >= options_.n_streams || q.n_slots < 0 ||
+        q.n_slots > n_pages_ * kPageTokens) {
+      return {Code::kOutOfRange, "stream " + std::to_string(q.stream.value) + " with " +
+                                     std::to_string(q.n_slots) + " slots: the cache has " +
+                                     std::to_string(options_.n_streams) + " streams of " +
+                                     std::to_string(n_pages_ * kPageTokens) + " slots"};
+    }
+    table_->plan(q, options_.window, options_.sinks, &plan->streams[i]);
+  }
+  Status status = reserve_planned_tiles(*plan);
+  if (!status.ok()) free_unsealed_tiles(*plan);
+  return status;
+}
+
+Status SlotCache::reserve_planned_tiles(const BatchPlan& plan) {
+  for (const StreamPlan& stream : plan.streams) {
+    for (const int32_t layer : plan.layers) {
+      for (const Side side : kSides) {
+        if (!side_quantized(options_.layers[layer], side)) continue;
+        for (const int32_t page : stream.seal) {
+          KVANT_RETURN_IF_ERROR(reserve_tiles(layer, stream.stream.value, page, side));
+        }
+      }
+    }
+  }
+  return {};
+}
+
+void SlotCache::free_unsealed_tiles(const BatchPlan& plan) {
+  for (const StreamPlan& stream : plan.streams) {
+    for (const int32_t layer : plan.layers) {
+      for (const int32_t page : stream.seal) {
+        for (const Side side : kSides) {
+          SidePage& sp = page_ref(layer, stream.stream.value, page, side);
+          if (sp.tiles != nullptr && sp.tile_mask == 0) free_tiles(layer, &sp, side);
+        }
+      }
+    }
+  }
+}
+
+void SlotCache::record_error(Status status) {
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  if (first_error_.ok()) first_error_ = std::move(status);
+}
+
+Status SlotCache::take_error() {
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  return std::exchange(first_error_, Status());
+}
+
+void SlotCache::write(LayerId layer, Side side, std::span<const int64_t> slots, const float* rows,
+                      size_t row_stride, WorkShare share) {
+  const LayerShape& shape = options_.layers[layer.value].shape;
+  const int dim = dim_of(shape, side);
+  const int64_t per_stream = static_cast<int64_t>(n_pages_) * kPageTokens;
+  // Whole pages per thread: two threads never touch the masks of one page.
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const int64_t page = slots[i] / kPageTokens;
+    if (page % share.nth != share.ith) continue;
+    const int t = static_cast<int>(slots[i] % kPageTokens);
+    SidePage& sp = page_ref(layer.value, static_cast<int>(slots[i] / per_stream),
+                            static_cast<int>(page % n_pages_), side);
+    if (sp.rows == nullptr) {
+      record_error({Code::kInternal, "write without begin_batch"});
+      continue;
+    }
+    uint16_t bad = 0;
+    int bad_head = -1;
+    for (int head = 0; head < shape.n_kv_heads; ++head) {
+      const float* x = rows + i * row_stride + static_cast<size_t>(head) * dim;
+      uint16_t* to = sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim;
+      uint16_t any = 0;
+      for (int c = 0; c < dim; ++c) {
+        to[c] = float_to_half(x[c]);
+        any |= static_cast<uint16_t>((to[c] & kHalfExponent) == kHalfExponent);
+      }
+      if (any != 0 && bad_head < 0) bad_head = head;
+      bad |= any;
+    }
+    if (bad != 0) {
+      for (int head = 0; head < shape.n_kv_heads; ++head) {
+        std::memset(sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, 0, dim * sizeof(uint16_t));
+      }
+      record_error({Code::kBadValue, std::string("NaN or Inf in the ") + side_name(side) + " of layer " +
+                                         std::to_string(layer.value) + ", KV head " + std::to_string(bad_head) +
+                                         ", slot " + std::to_string(slots[i])});
+      continue;
+    }
+    sp.row_mask |= uint64_t{1} << t;
+  }
+}
+
+void SlotCache::seal_items(LayerId layer, const BatchPlan& plan, std::vector<SealItem>* items) const {
+  items->clear();
+  if (options_.layers[layer.value].exact) return;
+  for (const StreamPlan& stream : plan.streams) {
+    for (const int32_t page : stream.seal) {
+      for (const Side side : kSides) {
+        const SidePage& sp = side_page(layer, stream.stream, page, side);
+        if (sp.tiles != nullptr && sp.tile_mask == 0) {
+          items->push_back({layer.value, stream.stream.value, page, side});
+        }
+      }
+    }
+  }
+}
+
+void SlotCache::seal_page(const SealItem& item) {
+  const LayerScheme& layer = options_.layers[item.layer];
+  SidePage& sp = page_ref(item.layer, item.stream, item.page, item.side);
+  const int dim = dim_of(layer.shape, item.side);
+  // Patches that were written while older slots stayed in `kept` are not in the rows: they stay out.
+  const uint64_t live = sp.row_mask;
+  const uint64_t sinks = table_->sinks(item.stream, item.page);
+  alignas(64) float x[kPageTokens * kMaxHeadDim];
+  alignas(64) float y[kPageTokens * kMaxHeadDim];
+  std::byte* tile = sp.tiles;
+  for (int head = 0; head < layer.shape.n_kv_heads; ++head) {
+    const HeadScheme& scheme = layer.heads[head];
+    const Format& format = format_of(scheme, item.side);
+    const uint16_t* rows = sp.rows + static_cast<size_t>(head) * kPageTokens * dim;
+    for (int i = 0; i < kPageTokens * dim; ++i) x[i] = half_to_float(rows[i]);
+    transform_of(scheme, item.side).apply(x, y, kPageTokens);
+    // A page of nothing but sinks still needs a tile: their statistics are all there is.
+    const uint64_t counted = (live & ~sinks) != 0 ? live & ~sinks : live;
+    format.encode({.x = y, .live = counted}, tile);
+    tile += format.tile_bytes();
+  }
+  sp.tile_mask = live;
+  sealed_tiles_.fetch_add(static_cast<uint64_t>(layer.shape.n_kv_heads), std::memory_order_relaxed);
+}
+
+void SlotCache::end_batch(const BatchPlan& plan) {
+  free_unsealed_tiles(plan);
+  for (const StreamPlan& stream : plan.streams) {
+    for (const int32_t layer : plan.layers) {
+      for (const Side side : kSides) {
+        for (const int32_t page : stream.release) {
+          SidePage& sp = page_ref(layer, stream.stream.value, page, side);
+          if (sp.tile_mask != 0) drop_rows(layer, stream.stream.value, page, side);
+        }
+      }
+    }
+  }
+}
+
+// ---- exact content by index
+
+Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot, bool quantized, float* out) const {
+  const LayerScheme& scheme = options_.layers[layer.value];
+  const int dim = dim_of(scheme.shape, side);
+  const SidePage& sp = side_page(layer, stream, slot / kPageTokens, side);
+  const int t = slot % kPageTokens;
+  const bool in_tile = (sp.tile_mask >> t) & 1;
+  const bool in_rows = (sp.row_mask >> t) & 1;
+  const bool in_kept = (sp.kept_mask >> t) & 1;
+  const size_t width = static_cast<size_t>(scheme.shape.n_kv_heads) * dim;
+  if (quantized ? !in_tile : !(in_tile || in_rows || in_kept)) {
+    std::fill_n(out, width, 0.0f);
+    return {Code::kOutOfRange, "slot " + std::to_string(slot) + " of stream " + std::to_string(stream.value) +
+                                   " holds nothing"};
+  }
+  const bool from_tile = quantized || !(in_rows || in_kept);
+  alignas(64) float y[kPageTokens * kMaxHeadDim];
+  const std::byte* tile = sp.tiles;
+  const int kept_rows = std::popcount(sp.kept_layout);
+  for (int head = 0; head < scheme.shape.n_kv_heads; ++head) {
+    float* to = out + static_cast<size_t>(head) * dim;
+    if (from_tile) {
+      const Format& format = format_of(scheme.heads[head], side);
+      format.decode(tile, y);
+      transform_of(scheme.heads[head], side).invert(y + static_cast<size_t>(t) * dim, to, 1);
+      tile += format.tile_bytes();
+      continue;
+    }
+    const uint16_t* row = in_rows
+                              ? sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim
+                              : sp.kept + (static_cast<size_t>(head) * kept_rows + rank(sp.kept_layout, t)) * dim;
+    for (int c = 0; c < dim; ++c) to[c] = half_to_float(row[c]);
+  }
+  return {};
+}
+
+Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count,
+                            uint16_t* out) const {
+  if (first_slot < 0 || count < 0 || first_slot + count > n_pages_ * kPageTokens) {
+    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " + std::to_string(first_slot + count) +
+                                   ": a stream has " + std::to_string(n_pages_ * kPageTokens)};
+  }
+  const LayerScheme& scheme = options_.layers[layer.value];
+  const int dim = dim_of(scheme.shape, side);
+  const int n_heads = scheme.shape.n_kv_heads;
+  std::vector<float> tiles;
+  int decoded_page = -1;
+  for (int i = 0; i < count; ++i) {
+    const int page = (first_slot + i) / kPageTokens;
+    const int t = (first_slot + i) % kPageTokens;
+    const SidePage& sp = side_page(layer, stream, page, side);
+    uint16_t* to = out + static_cast<size_t>(i) * n_heads * dim;
+    const int kept_rows = std::popcount(sp.kept_layout);
+    if ((((sp.row_mask | sp.kept_mask) >> t) & 1) == 0 && ((sp.tile_mask >> t) & 1) != 0) {
+      if (decoded_page != page) {
+        tiles.resize(static_cast<size_t>(n_heads) * kPageTokens * dim * 2);
+        const std::byte* tile = sp.tiles;
+        for (int head = 0; head < n_heads; ++head) {
+          float* x = tiles.data() + static_cast<size_t>(head) * kPageTokens * dim;
+          float* y = x + static_cast<size_t>(n_heads) * kPageTokens * dim;
+          const Format& format = format_of(scheme.heads[head], side);
+          format.decode(tile, y);
+          transform_of(scheme.heads[head], side).invert(y, x, kPageTokens);
+          tile += format.tile_bytes();
+        }
+        decoded_page = page;
+      }
+      for (int head = 0; head < n_heads; ++head) {
+        const float* x = tiles.data() + (static_cast<size_t>(head) * kPageTokens + t) * dim;
+        for (int c = 0; c < dim; ++c) to[head * dim + c] = float_to_half(x[c]);
+      }
+      continue;
+    }
+    for (int head = 0; head < n_heads; ++head) {
+      const uint16_t* row = nullptr;
+      if ((sp.row_mask >> t) & 1) {
+        row = sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim;
+      } else if ((sp.kept_mask >> t) & 1) {
+        row = sp.kept + (static_cast<size_t>(head) * kept_rows + rank(sp.kept_layout, t)) * dim;
+      }
+      if (row != nullptr) {
+        std::memcpy(to + head * dim, row, dim * sizeof(uint16_t));
+      } else {
+        std::memset(to + head * dim, 0, dim * sizeof(uint16_t));
+      }
+    }
+  }
+  return {};
+}
+
+Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count,
+                             const uint16_t* in) {
+  if (first_slot < 0 || count < 0 || first_slot + count > n_pages_ * kPageTokens) {
+    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " + std::to_string(first_slot + count) +
+                                   ": a stream has " + std::to_string(n_pages_ * kPageTokens)};
+  }
+  const LayerShape& shape = options_.layers[layer.value].shape;
+  const int dim = dim_of(shape, side);
+  const int width = shape.n_kv_heads * dim;
+  for (int64_t i = 0; i < static_cast<int64_t>(count) * width; ++i) {
+    if ((in[i] & kHalfExponent) == kHalfExponent) {
+      return {Code::kBadValue, std::string("NaN or Inf in the ") + side_name(side) + " of layer " +
+                                   std::to_string(layer.value) + ", slot " +
+                                   std::to_string(first_slot + i / width)};
+    }
+  }
+  for (int page = first_slot / kPageTokens; page * kPageTokens < first_slot + count; ++page) {
+    KVANT_RETURN_IF_ERROR(reserve_rows(layer.value, stream.value, page, side));
+  }
+  const bool newest_run = table_->is_newest_run(stream.value, first_slot, count);
+  for (int i = 0; i < count; ++i) {
+    const int slot = first_slot + i;
+    if (!newest_run) table_->adopt(stream.value, slot);
+    forget_slot(layer.value, stream.value, slot, side);
+    SidePage& sp = page_ref(layer.value, stream.value, slot / kPageTokens, side);
+    for (int head = 0; head < shape.n_kv_heads; ++head) {
+      std::memcpy(sp.rows + (static_cast<size_t>(head) * kPageTokens + slot % kPageTokens) * dim,
+                  in + static_cast<size_t>(i) * width + static_cast<size_t>(head) * dim, dim * sizeof(uint16_t));
+    }
+    sp.row_mask |= uint64_t{1} << (slot % kPageTokens);
+  }
+  return {};
+}
+
+Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, StreamId to) {
+  const LayerScheme& scheme = options_.layers[layer.value];
+  if (from == to) return {};
+  if (from.value < 0 || to.value < 0 || from.value >= options_.n_streams || to.value >= options_.n_streams) {
+    return {Code::kOutOfRange, "stream " + std::to_string(from.value) + " to " + std::to_string(to.value) +
+                                   ": the cache has " + std::to_string(options_.n_streams)};
+  }
+  table_->copy_stream(from.value, to.value);
+  for (int page = 0; page < n_pages_; ++page) {
+    const SidePage& source = page_ref(layer.value, from.value, page, side);
+    SidePage& target = page_ref(layer.value, to.value, page, side);
+    free_tiles(layer.value, &target, side);
+    free_rows(layer.value, &target, side);
+    free_kept(layer.value, &target, side);
+    if (source.tiles != nullptr) {
+      KVANT_RETURN_IF_ERROR(reserve_tiles(layer.value, to.value, page, side));
+      std::memcpy(target.tiles, source.tiles, tiles_bytes(scheme, side));
+      target.tile_mask = source.tile_mask;
+    }
+    if (source.rows != nullptr) {
+      KVANT_RETURN_IF_ERROR(reserve_rows(layer.value, to.value, page, side));
+      std::memcpy(target.rows, source.rows, row_page_bytes(scheme.shape, side));
+      target.row_mask = source.row_mask;
+    }
+    if (source.kept != nullptr) {
+      const size_t bytes = kept_bytes(scheme.shape, side, std::popcount(source.kept_layout));
+      target.kept = static_cast<uint16_t*>(pool_.allocate(bytes, Use::kExactRows));
+      if (target.kept == nullptr) return {Code::kPoolExhausted, "copy of a stream: the memory limit is reached"};
+      std::memcpy(target.kept, source.kept, bytes);
+      target.kept_mask = source.kept_mask;
+      target.kept_layout = source.kept_layout;
+    }
+  }
+  return {};
+}
+
+Status SlotCache::copy_stream(StreamId from, StreamId to) {
+  for (int layer = 0; layer < n_layers(); ++layer) {
+    for (const Side side : kSides) KVANT_RETURN_IF_ERROR(copy_stream_side(LayerId{layer}, side, from, to));
+  }
+  return {};
+}
+
+// ---- size model
+
+MemoryReport SlotCache::memory() const {
+  return {.tile_bytes = pool_.bytes(Use::kTiles),
+          .exact_row_bytes = pool_.bytes(Use::kExactRows),
+          .table_bytes = pool_.bytes(Use::kTables),
+          .workspace_bytes = pool_.bytes(Use::kWorkspace)};
+}
+
+MemoryReport plan_memory(const SlotCache::Options& options, int tokens) {
+  const int n_pages = (options.n_slots + kPageTokens - 1) / kPageTokens;
+  MemoryReport report;
+  report.table_bytes = align_up(SlotTable::bytes(n_pages, options.n_streams), 64) + page_table_bytes(options, n_pages);
+  report.workspace_bytes = AttentionWorkspace::bytes(options);
+  const int used_pages = (tokens + kPageTokens - 1) / kPageTokens;
+  // Pages below the one that holds the oldest token of the newest query's window are sealed.
+  const int sealed_pages = std::max(0, tokens - options.window) / kPageTokens;
+  for (const LayerScheme& layer : options.layers) {
+    for (const Side side : kSides) {
+      const size_t rows = row_page_bytes(layer.shape, side);
+      const bool quantized = side_quantized(layer, side);
+      const int sealed = quantized ? sealed_pages : 0;
+      size_t row_bytes = rows * static_cast<size_t>(used_pages - sealed);
+      for (int page = 0; page < sealed; ++page) {
+        const int sinks = std::clamp(options.sinks - page * kPageTokens, 0, kPageTokens);
+        if (sinks == 0) break;
+        row_bytes += kept_bytes(layer.shape, side, sinks);
+      }
+      report.exact_row_bytes += row_bytes * options.n_streams;
+      report.tile_bytes += static_cast<size_t>(sealed) * tiles_bytes(layer, side) * options.n_streams;
+    }
+  }
+  return report;
+}
+
+}  // namespace kvant
