@@ -25,16 +25,18 @@ verb_build() {
   say "built: $KVANT_BUILD/bin/kvant and $KVANT_BUILD/bin/libggml-kvant.so"
 }
 
-# report_counts JUNIT: closes with "N passed, N failed" (and skipped ones, if any); fails unless something passed
-# and nothing failed.
+# report_counts JUNIT: closes with "N passed, N failed" (and ", N skipped", if any); fails unless something passed
+# and nothing failed. A test that did not run counts as failed unless it said itself that it skips.
 report_counts() {
   python3 - "$1" <<'PYTHON'
 import sys, xml.etree.ElementTree as ET
-suite = ET.parse(sys.argv[1]).getroot()
-cases = [case.get("status") for case in suite.iter("testcase")]
-failed = sum(status == "fail" for status in cases)
-passed = sum(status == "run" for status in cases)
-skipped = len(cases) - failed - passed
+def outcome(case):
+    if case.get("status") == "run":
+        return "passed"
+    note = case.find("skipped")
+    return "skipped" if note is not None and note.get("message", "").startswith("SKIP_") else "failed"
+outcomes = [outcome(case) for case in ET.parse(sys.argv[1]).getroot().iter("testcase")]
+passed, failed, skipped = (outcomes.count(name) for name in ("passed", "failed", "skipped"))
 print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
 sys.exit(0 if passed and not failed else 1)
 PYTHON
@@ -45,12 +47,12 @@ verb_test() {
   with_setup_lock require_packages $PACKAGES_TEST
   setup_tools
   build_main all
-  local junit="$KVANT_BUILD/tests.xml"
+  local junit="$KVANT_BUILD/tests.xml" rc=0
   rm -f "$junit"
-  # ctest's own exit code is judged through its report, so that the closing line is printed in any case.
-  ctest --test-dir "$KVANT_BUILD" --output-on-failure -j "$JOBS" --output-junit "$junit" "$@" || true
+  ctest --test-dir "$KVANT_BUILD" --output-on-failure --no-tests=error -j "$JOBS" --output-junit "$junit" "$@" || rc=$?
   [ -f "$junit" ] || die "ctest wrote no report; no test ran"
-  report_counts "$junit"
+  # The counts close the output, whatever ctest says; either of the two can fail the run.
+  report_counts "$junit" && [ "$rc" -eq 0 ]
 }
 
 verb_bench() {

@@ -8,9 +8,13 @@ MODEL_NAME=SmolLM2-135M-Instruct.Q4_1.gguf
 
 PACKAGES_BUILD="g++ cmake ninja-build ccache git python3 python3-pip pkg-config xz-utils libhwy-dev libcli11-dev
   nlohmann-json3-dev libfmt-dev libeigen3-dev libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev"
+# shellcheck disable=SC2034  # used by the verbs
 PACKAGES_TEST="valgrind"
+# shellcheck disable=SC2034
 PACKAGES_LINT="clang clang-format clang-tidy"
+# shellcheck disable=SC2034
 PACKAGES_FUZZ="clang libclang-rt-14-dev"
+# shellcheck disable=SC2034
 PACKAGES_COVERAGE="gcovr"
 
 LLAMA_LIBRARIES="llama ggml-cpu"
@@ -106,7 +110,7 @@ setup_model() {
 
 # The archive may be unpacked by another user than root; the packages are only unpacked, never installed.
 fetch_debs() {
-  cd "$1"
+  cd "$1" || return 1
   apt-get -o APT::Sandbox::User="$(id -un)" download jargon-text developers-reference 2>&1 || {
     apt_update
     apt-get -o APT::Sandbox::User="$(id -un)" download jargon-text developers-reference
