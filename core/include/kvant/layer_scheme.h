@@ -35,10 +35,19 @@ struct LayerScheme {
   double value_bits() const;
 };
 
-// Calibrated transforms of one layer; empty vectors when there are none for a side.
+// Calibrated basis of one head and side (quality.md of docs: "calibrated transform"): rows of `forward` are
+// sorted by falling importance, so that bands of different widths take runs of channels. Inside each band of
+// a format it is followed by a Hadamard rotation.
+struct CalibratedBasis {
+  int dim = 0;
+  std::vector<float> forward;  // [dim][dim] row-major
+  std::vector<float> centre;   // [dim] or empty
+};
+
+// Of one layer; null or missing entries: no calibration for that head.
 struct LayerCalibration {
-  std::vector<std::shared_ptr<const Transform>> key;    // [n_kv_heads]
-  std::vector<std::shared_ptr<const Transform>> value;  // [n_kv_heads]
+  std::vector<std::shared_ptr<const CalibratedBasis>> key;    // [n_kv_heads]
+  std::vector<std::shared_ptr<const CalibratedBasis>> value;  // [n_kv_heads]
 };
 
 // Checks the shape, parses the formats for its head sizes and chooses transforms: `auto` takes the

@@ -35,9 +35,36 @@ bool per_channel(const Format& format) {
   return format.layout().channel_scale || format.layout().channel_centre;
 }
 
+// The calibrated basis, rotated inside each band of the layout.
+Result<std::shared_ptr<const Transform>> banded_transform(const CalibratedBasis& basis, const TileLayout& layout) {
+  const int dim = basis.dim;
+  std::vector<float> forward(basis.forward.size());
+  std::vector<float> column, rotated;
+  for (int b = 0; b < layout.n_bands; ++b) {
+    const BandLayout& band = layout.bands[b];
+    const Result<Transform> rotation = Transform::hadamard(band.channels);
+    if (!rotation.ok()) return rotation.status();
+    column.resize(band.channels);
+    rotated.resize(band.channels);
+    for (int j = 0; j < dim; ++j) {
+      for (int i = 0; i < band.channels; ++i) {
+        column[i] = basis.forward[static_cast<size_t>(band.first_channel + i) * dim + j];
+      }
+      rotation.value().apply(column.data(), rotated.data(), 1);
+      for (int i = 0; i < band.channels; ++i) {
+        forward[static_cast<size_t>(band.first_channel + i) * dim + j] = rotated[i];
+      }
+    }
+  }
+  Result<Transform> transform = Transform::dense(dim, forward);
+  if (!transform.ok()) return transform.status();
+  transform.value().set_centre(basis.centre);
+  return std::make_shared<const Transform>(std::move(transform.value()));
+}
+
 Result<std::shared_ptr<const Transform>> choose_transform(
     TransformChoice choice, const Format& format, Side side, int dim,
-    const std::vector<std::shared_ptr<const Transform>>* calibrated, int head) {
+    const std::vector<std::shared_ptr<const CalibratedBasis>>* calibrated, int head) {
   const bool have = calibrated != nullptr && head < static_cast<int>(calibrated->size()) &&
                     (*calibrated)[head] != nullptr;
   if (choice == TransformChoice::kAuto) {
@@ -61,12 +88,12 @@ Result<std::shared_ptr<const Transform>> choose_transform(
         return Status(Code::kUnsupported, option + "=calibrated: there is no calibration for KV head " +
                                               std::to_string(head) + "; make one or use " + option + "=hadamard");
       }
-      if ((*calibrated)[head]->dim() != dim) {
+      if ((*calibrated)[head]->dim != dim) {
         return Status(Code::kMismatch, option + "=calibrated: the calibration is for head size " +
-                                           std::to_string((*calibrated)[head]->dim()) + ", the model has " +
+                                           std::to_string((*calibrated)[head]->dim) + ", the model has " +
                                            std::to_string(dim));
       }
-      return (*calibrated)[head];
+      return banded_transform(*(*calibrated)[head], format.layout());
     case TransformChoice::kAuto: break;
   }
   return Status(Code::kInternal, "transform choice");
