@@ -4,7 +4,7 @@
 // A^-1 o + mu * (sum of weights).
 #pragma once
 
-#include <memory>
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -21,10 +21,10 @@ class Transform {
   // Orthonormal Hadamard matrix. dim must be 2^k * {1, 12, 20, 28}, k >= 0; for other sizes the largest
   // such block size that divides dim is applied to each block of channels.
   static Result<Transform> hadamard(int dim);
-  // forward: [dim][dim] row-major A; it must be invertible (condition number <= 1e6).
+  // forward: [dim][dim] row-major A; finite and invertible (1-norm condition number <= 1e6).
   static Result<Transform> dense(int dim, std::span<const float> forward);
 
-  void set_centre(std::span<const float> mu);  // [dim]; empty removes it
+  void set_centre(std::span<const float> mu);  // [dim], finite; empty removes it
 
   int dim() const { return dim_; }
   TransformKind kind() const { return kind_; }
@@ -41,6 +41,9 @@ class Transform {
   void centre_dot(const float* q, float* out, int rows) const;
 
  private:
+  // y = M x for the kind; `matrix` by columns, dense only.
+  void multiply(const std::vector<float>& matrix, const float* x, float* y, int rows) const;
+
   int dim_ = 0;
   int block_ = 0;  // Hadamard block size
   TransformKind kind_ = TransformKind::kIdentity;

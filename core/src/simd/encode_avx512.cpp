@@ -1,0 +1,77 @@
+// Encode-side kernels for AVX-512 (F, BW, DQ, VL): 16 lanes.
+#include "simd/encode.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+#include "simd/encode_body.h"
+#include "simd/encode_x86.h"
+
+namespace kvant::simd {
+namespace {
+
+struct SixteenLanes {
+  static constexpr int kLanes = 16;
+  static constexpr __mmask16 kLower = 0x00ff;
+  using F = __m512;
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static F load_half(const float* p) { return _mm512_maskz_loadu_ps(kLower, p); }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static void store_half(float* p, F a) { _mm512_mask_storeu_ps(p, kLower, a); }
+  static F lower_half(F a) { return _mm512_maskz_mov_ps(kLower, a); }
+  static F set1(float a) { return _mm512_set1_ps(a); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+  static F less_blend(F a, F b, F x, F y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+  }
+  static F load_codes(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static F load_codes_half(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static __m128i bytes(F a) { return _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(a)); }
+  static void store_codes(uint8_t* p, F a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes(a)); }
+  static void store_codes_half(uint8_t* p, F a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes(a)); }
+  // Changes the sign of the lanes whose bit kStride is set.
+  template <int kStride>
+  static F negate_upper(F a) {
+    constexpr __mmask16 kUpper =
+        kStride == 1 ? 0xaaaa : kStride == 2 ? 0xcccc : kStride == 4 ? 0xf0f0 : 0xff00;
+    return _mm512_mask_xor_ps(a, kUpper, a, _mm512_set1_ps(-0.0f));
+  }
+  template <int kStride>
+  static F butterfly(F a) {
+    if constexpr (kStride == 1) {
+      return add(_mm512_permute_ps(a, 0xb1), negate_upper<1>(a));
+    } else if constexpr (kStride == 2) {
+      return add(_mm512_permute_ps(a, 0x4e), negate_upper<2>(a));
+    } else if constexpr (kStride == 4) {
+      return add(_mm512_shuffle_f32x4(a, a, 0xb1), negate_upper<4>(a));
+    } else {
+      return add(_mm512_shuffle_f32x4(a, a, 0x4e), negate_upper<8>(a));
+    }
+  }
+};
+
+using Body = EncodeBody<SixteenLanes>;
+constexpr EncodeKernels kTable = {Body::matvec,       Body::hadamard, pack_band,        unpack_band, transpose,
+                                  Body::search_scale, Body::quantize, Body::dequantize, to_half,     from_half};
+
+}  // namespace
+
+const EncodeKernels* avx512_encode_kernels() { return &kTable; }
+
+}  // namespace kvant::simd
+
+#else
+
+namespace kvant::simd {
+const EncodeKernels* avx512_encode_kernels() { return nullptr; }
+}  // namespace kvant::simd
+
+#endif
