@@ -20,28 +20,30 @@
 
 namespace kvant::simd {
 
-// Integer form of query rows against one key layout, made by prepare_queries. Widths >= 7 take two terms.
-// Memory belongs to the caller (workspace): sizes by prepared_query_bytes().
+// Integer form of query rows against one key layout, made by prepare_queries. Memory belongs to the caller
+// (workspace): sizes by prepared_query_bytes(). One per thread: qk_tile writes into it for channel-scaled
+// layouts, whose channel scales it folds into q and quantizes per tile.
 struct PreparedQueries {
   int rows = 0;
   const float* q = nullptr;  // [rows][head_dim] transformed, times scale * log2(e)
-  // Per-token layouts: quantized once. For band b: int8 values of row r and term k at
-  // q8 + band_offset[b] + (r * terms[b] + k) * channels(b); factor of that term at
-  // scale[(b * rows + r) * 2 + k]; offset[b * rows + r] = -mid * sum_k scale_k * sum_c q8 (in logit units).
-  // Channel-scaled layouts are folded and quantized per tile inside qk_tile, in the same arrays.
+  // Band b, row r: q ~ scale * v with integers v. Bands of at most 6 bits have one term, v = q8. Wider bands
+  // have two, v = 64 * q8[term 0] + q8[term 1]. Term k starts at q8 + band_offset[b] + (r * terms[b] + k) *
+  // channels(b).
   int8_t* q8 = nullptr;
   uint32_t band_offset[kMaxBands] = {};
   uint8_t terms[kMaxBands] = {};
-  float* scale = nullptr;
-  float* offset = nullptr;
+  float* scale = nullptr;   // [band][rows]
+  float* offset = nullptr;  // [band][rows]: -mid * scale * sum of v
+  float* q_sum = nullptr;   // [band][rows]: sum of q over the band, the factor of token lows
 };
 
 // One row's running softmax over base-2 logits. acc_tile is in the values' transformed space (quantized
 // tiles), acc_rows in the original space (exact rows).
 struct RowState {
   float max = -__builtin_huge_valf();
-  float sum = 0.0f;        // of weights 2^(logit - max)
-  float tile_sum = 0.0f;   // the share of `sum` that fell on quantized values
+  float sum = 0.0f;       // of weights 2^(logit - max)
+  float tile_sum = 0.0f;  // the share of `sum` that fell on quantized values; kept by the caller
+  float added = 0.0f;     // sum of the weights of the last softmax call with live bits
 };
 
 struct AttentionKernels {
@@ -55,9 +57,10 @@ struct AttentionKernels {
   // Dequantize-first reference of qk_tile/pv_tile: k and v as decoded floats [64][dim].
   void (*qk_floats)(const float* k, int count, int head_dim, const float* q, int rows, const uint64_t* live,
                     float* logits);
-  // Online softmax over 64 logits of each row: hides tokens whose live bit is 0, updates max and sum, turns
-  // logits into weights 2^(logit - max) in place (0 where hidden) and writes the factor that accumulators
-  // must be multiplied with into rescale[r] (1 when the maximum stayed). Rows with live 0 are untouched.
+  // Online softmax over 64 logits of each row: hides tokens whose live bit is 0, updates max, sum and added,
+  // turns logits into weights 2^(logit - max) in place (0 where hidden) and writes the factor that
+  // accumulators must be multiplied with into rescale[r] (1 when the maximum stayed). Rows with live 0 are
+  // untouched.
   void (*softmax)(float* logits, int rows, const uint64_t* live, RowState* state, float* rescale);
   // acc[r * value_dim ..] = acc * rescale[r] for rows with live[r] != 0 and rescale[r] != 1.
   void (*rescale)(float* acc, int value_dim, int rows, const uint64_t* live, const float* rescale);

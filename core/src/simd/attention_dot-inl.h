@@ -1,0 +1,200 @@
+// Integer dot products on bit planes: included by the ISA files after attention-inl.h.
+HWY_BEFORE_NAMESPACE();
+namespace kvant::simd::KVANT_TARGET {
+namespace {
+
+// Four-byte dot products of unsigned bytes with signed bytes, summed over steps. With VNNI a Partial is the
+// 32-bit sum itself. Without, it is 16-bit sums of two products, good for kKeyStepsIn16Bits or
+// kValueStepsIn16Bits steps, which fold() then widens: no step saturates.
+#if KVANT_AVX512
+constexpr bool kDirectDot = true;
+using Partial = I;
+HWY_INLINE Partial zero_partial() { return hn::Zero(di); }
+HWY_INLINE Partial dot_step(Partial sum, Bytes u, Bytes s) {
+  return I{_mm512_dpbusd_epi32(sum.raw, u.raw, s.raw)};
+}
+HWY_INLINE I fold(I sum, Partial p) { return hn::Add(sum, p); }
+#else
+constexpr bool kDirectDot = false;
+using Partial = hn::Vec<DS>;
+HWY_INLINE Partial zero_partial() { return hn::Zero(ds); }
+#if KVANT_AVX2
+HWY_INLINE Partial dot_step(Partial sum, Bytes u, Bytes s) {
+  return hn::Add(sum, Partial{_mm256_maddubs_epi16(u.raw, s.raw)});
+}
+HWY_INLINE I fold(I sum, Partial p) {
+  return hn::Add(sum, I{_mm256_madd_epi16(p.raw, _mm256_set1_epi16(1))});
+}
+#else
+HWY_INLINE Partial dot_step(Partial sum, Bytes u, Bytes s) {
+  const auto uw = hn::BitCast(dw, u);
+  const auto even_u = hn::BitCast(ds, hn::And(uw, hn::Set(dw, 0xff)));
+  const auto odd_u = hn::BitCast(ds, hn::ShiftRight<8>(uw));
+  const auto sw = hn::BitCast(ds, s);
+  const auto even_s = hn::ShiftRight<8>(hn::ShiftLeft<8>(sw));
+  const auto odd_s = hn::ShiftRight<8>(sw);
+  return hn::Add(sum, hn::Add(hn::Mul(even_u, even_s), hn::Mul(odd_u, odd_s)));
+}
+HWY_INLINE I fold(I sum, Partial p) {
+  const I pairs = hn::BitCast(di, p);
+  return hn::Add(sum, hn::Add(hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)), hn::ShiftRight<16>(pairs)));
+}
+#endif
+#endif
+
+// Broadcasts four bytes to all lanes.
+HWY_INLINE Bytes quad(const void* p) {
+  int32_t x;
+  memcpy(&x, p, sizeof x);
+  return hn::BitCast(db, hn::Set(di, x));
+}
+
+// Planes of a band, or codes that were unpacked to bytes (kUnpacked, one plane of 8 bits).
+constexpr int kUnpacked = 0;
+constexpr int stored_bits(int format) { return format == kUnpacked ? 8 : format; }
+// Bits of plane i of a width: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1.
+constexpr int plane_bits(int width, int i) {
+  int left = width == kUnpacked ? 8 : width;
+  for (int size = 8; size > 0; size /= 2) {
+    if (left < size) continue;
+    left -= size;
+    if (i-- == 0) return size;
+  }
+  return 0;
+}
+
+struct Planes {
+  const uint8_t* p[3];
+};
+
+template <int kFormat>
+HWY_INLINE Planes advance(Planes planes, int octets) {
+  planes.p[0] += octets * 64 * plane_bits(kFormat, 0);
+  if constexpr (plane_bits(kFormat, 1) != 0) planes.p[1] += octets * 64 * plane_bits(kFormat, 1);
+  if constexpr (plane_bits(kFormat, 2) != 0) planes.p[2] += octets * 64 * plane_bits(kFormat, 2);
+  return planes;
+}
+
+template <int kFormat>
+HWY_INLINE Planes move_bytes(Planes planes, int bytes) {
+  planes.p[0] += bytes;
+  if constexpr (plane_bits(kFormat, 1) != 0) planes.p[1] += bytes;
+  if constexpr (plane_bits(kFormat, 2) != 0) planes.p[2] += bytes;
+  return planes;
+}
+
+// The field of element kElement (0..7 of an octet of elements) of a plane, moved to bit kPosition; the other
+// bits are undefined.
+template <int kBits, int kElement, int kPosition>
+HWY_INLINE Bytes raw_field(const uint8_t* octet) {
+  constexpr int kPerVector = 8 / kBits;
+  constexpr int kShift = kBits * (kElement % kPerVector) - kPosition;
+  const auto v = hn::BitCast(dw, hn::LoadU(db, octet + kElement / kPerVector * 64));
+  if constexpr (kShift > 0) return hn::BitCast(db, hn::ShiftRight<kShift>(v));
+  if constexpr (kShift < 0) return hn::BitCast(db, hn::ShiftLeft<-kShift>(v));
+  return hn::BitCast(db, v);
+}
+
+HWY_INLINE Bytes byte_mask(int mask) { return hn::Set(db, static_cast<uint8_t>(mask)); }
+
+// low where mask is set, else high.
+HWY_INLINE Bytes choose(Bytes mask, Bytes low, Bytes high) {
+#if KVANT_AVX512
+  return Bytes{_mm512_ternarylogic_epi32(mask.raw, low.raw, high.raw, 0xca)};
+#else
+  return hn::Or(hn::And(mask, low), hn::AndNot(mask, high));
+#endif
+}
+
+// Codes of element kElement of an octet, one per byte.
+template <int kFormat, int kElement>
+HWY_INLINE Bytes codes(const Planes& planes) {
+  constexpr int kFirst = plane_bits(kFormat, 0), kSecond = plane_bits(kFormat, 1),
+                kThird = plane_bits(kFormat, 2);
+  const Bytes first = raw_field<kFirst, kElement, 0>(planes.p[0]);
+  if constexpr (kFirst == 8) {
+    return first;
+  } else if constexpr (kSecond == 0) {
+    return hn::And(first, byte_mask((1 << kFirst) - 1));
+  } else {
+    Bytes high = raw_field<kSecond, kElement, kFirst>(planes.p[1]);
+    if constexpr (kThird != 0) {
+      const Bytes top = raw_field<kThird, kElement, kFirst + kSecond>(planes.p[2]);
+      high = choose(byte_mask((1 << (kFirst + kSecond)) - 1), high, top);
+    }
+    const Bytes all = choose(byte_mask((1 << kFirst) - 1), first, high);
+    return hn::And(all, byte_mask((1 << stored_bits(kFormat)) - 1));
+  }
+}
+
+template <int kFormat, int kElement>
+HWY_INLINE void unpack_element(const Planes& planes, uint8_t* out) {
+  for (int i = 0; i < 64; i += 4 * kLanes) {
+    hn::StoreU(codes<kFormat, kElement>(move_bytes<kFormat>(planes, i)), db, out + kElement * 64 + i);
+  }
+}
+
+// Unpacks octets of elements to one byte per code, 512 bytes each.
+template <int kFormat>
+void unpack(Planes planes, int octets, uint8_t* out) {
+  for (int o = 0; o < octets; ++o, out += 512) {
+    unpack_element<kFormat, 0>(planes, out);
+    unpack_element<kFormat, 1>(planes, out);
+    unpack_element<kFormat, 2>(planes, out);
+    unpack_element<kFormat, 3>(planes, out);
+    unpack_element<kFormat, 4>(planes, out);
+    unpack_element<kFormat, 5>(planes, out);
+    unpack_element<kFormat, 6>(planes, out);
+    unpack_element<kFormat, 7>(planes, out);
+    planes = advance<kFormat>(planes, 1);
+  }
+}
+
+HWY_INLINE Planes planes_of(const BandLayout& band, const std::byte* tile) {
+  Planes planes = {};
+  for (int i = 0; i < band.n_planes; ++i) {
+    planes.p[i] = reinterpret_cast<const uint8_t*>(tile) + plane_offset_of(band, i);
+  }
+  return planes;
+}
+
+void unpack_band(const BandLayout& band, const std::byte* tile, int octets, uint8_t* out) {
+  const Planes planes = planes_of(band, tile);
+  switch (band.bits) {
+    case 2:
+      return unpack<2>(planes, octets, out);
+    case 3:
+      return unpack<3>(planes, octets, out);
+    case 4:
+      return unpack<4>(planes, octets, out);
+    case 5:
+      return unpack<5>(planes, octets, out);
+    case 6:
+      return unpack<6>(planes, octets, out);
+    case 7:
+      return unpack<7>(planes, octets, out);
+    default:
+      return;
+  }
+}
+
+// Stores the low bytes of integers that fit a byte.
+HWY_INLINE void bytes_to(I v, void* out, int count) {
+#if KVANT_AVX512
+  const __m128i bytes = _mm512_cvtepi32_epi8(v.raw);
+  if (count >= 16) {
+    _mm_storeu_si128(static_cast<__m128i*>(out), bytes);
+  } else {
+    _mm_storel_epi64(static_cast<__m128i*>(out), bytes);
+  }
+#else
+  (void)count;
+  const auto low = hn::And(v, hn::Set(di, 0xff));
+  hn::StoreU(hn::DemoteTo(hn::Rebind<uint8_t, DI>(), low), hn::Rebind<uint8_t, DI>(),
+             static_cast<uint8_t*>(out));
+#endif
+}
+
+}  // namespace
+}  // namespace kvant::simd::KVANT_TARGET
+HWY_AFTER_NAMESPACE();
