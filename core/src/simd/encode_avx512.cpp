@@ -3,6 +3,11 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
+// g++ 12 reports the undefined vectors inside its own intrinsics (GCC bug 105593).
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include "simd/encode_body.h"
 #include "simd/encode_x86.h"
 
