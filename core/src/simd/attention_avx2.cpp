@@ -3,13 +3,11 @@
 #if defined(__AVX2__)
 #define HWY_DISABLED_TARGETS (HWY_AVX3 | HWY_AVX3_DL)
 #define KVANT_TARGET avx2
-// clang-format off: each file builds on those before it.
 #include "simd/attention-inl.h"
 #include "simd/attention_dot-inl.h"
 #include "simd/attention_pv-inl.h"
 #include "simd/attention_qk-inl.h"
 #include "simd/attention_rows-inl.h"
-// clang-format on
 static_assert(HWY_TARGET == HWY_AVX2);
 
 namespace kvant::simd {

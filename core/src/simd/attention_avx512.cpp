@@ -4,13 +4,11 @@
 // Highway's AVX3_DL target may encode vpdpbusd as AVX-VNNI, which not every AVX-512 CPU has.
 #define HWY_DISABLED_TARGETS HWY_AVX3_DL
 #define KVANT_TARGET avx512vnni
-// clang-format off: each file builds on those before it.
 #include "simd/attention-inl.h"
 #include "simd/attention_dot-inl.h"
 #include "simd/attention_pv-inl.h"
 #include "simd/attention_qk-inl.h"
 #include "simd/attention_rows-inl.h"
-// clang-format on
 static_assert(HWY_TARGET == HWY_AVX3);
 
 namespace kvant::simd {

@@ -195,6 +195,29 @@ HWY_INLINE void bytes_to(I v, void* out, int count) {
 #endif
 }
 
+template <int kTermRows, int kVectors>
+HWY_INLINE void clear(Partial (&sum)[kTermRows][kVectors]) {
+  KVANT_UNROLL
+  for (int r = 0; r < kTermRows; ++r) {
+    KVANT_UNROLL
+    for (int i = 0; i < kVectors; ++i) sum[r][i] = zero_partial();
+  }
+}
+
+template <int kTermRows, int kVectors>
+HWY_INLINE void fold_all(const Partial (&sum)[kTermRows][kVectors], I (&total)[kTermRows][kVectors]) {
+  KVANT_UNROLL
+  for (int r = 0; r < kTermRows; ++r) {
+    KVANT_UNROLL
+    for (int i = 0; i < kVectors; ++i) total[r][i] = fold(total[r][i], sum[r][i]);
+  }
+}
+
+// Rows beyond which unpacking a band to bytes first is cheaper than unpacking it for each block of rows.
+constexpr int kUnpackRows = 4;
+
+HWY_INLINE int rows_per_block(int bits) { return bits >= kTwoTermBits ? 2 : 4; }
+
 }  // namespace
 }  // namespace kvant::simd::KVANT_TARGET
 HWY_AFTER_NAMESPACE();

@@ -4,13 +4,11 @@
 #if HWY_ARCH_ARM_A64 || defined(__SSSE3__)
 #define HWY_DISABLED_TARGETS (HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL)
 #define KVANT_TARGET hwy128
-// clang-format off: each file builds on those before it.
 #include "simd/attention-inl.h"
 #include "simd/attention_dot-inl.h"
 #include "simd/attention_pv-inl.h"
 #include "simd/attention_qk-inl.h"
 #include "simd/attention_rows-inl.h"
-// clang-format on
 static_assert(HWY_MAX_BYTES == 16 && !HWY_HAVE_SCALABLE);
 
 namespace kvant::simd {

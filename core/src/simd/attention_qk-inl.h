@@ -87,24 +87,6 @@ HWY_INLINE void key_quad(const Planes& planes, const int8_t* const* q, int o,
   }
 }
 
-template <int kTermRows, int kGroups>
-HWY_INLINE void clear(Partial (&sum)[kTermRows][kGroups]) {
-  KVANT_UNROLL
-  for (int r = 0; r < kTermRows; ++r) {
-    KVANT_UNROLL
-    for (int g = 0; g < kGroups; ++g) sum[r][g] = zero_partial();
-  }
-}
-
-template <int kTermRows, int kGroups>
-HWY_INLINE void fold_all(const Partial (&sum)[kTermRows][kGroups], I (&total)[kTermRows][kGroups]) {
-  KVANT_UNROLL
-  for (int r = 0; r < kTermRows; ++r) {
-    KVANT_UNROLL
-    for (int g = 0; g < kGroups; ++g) total[r][g] = fold(total[r][g], sum[r][g]);
-  }
-}
-
 // Integer sums over all channels of the band for kGroups vectors of tokens.
 template <int kFormat, int kWidth, int kTermRows, int kGroups, int kGroup>
 HWY_INLINE void key_sums(Planes planes, int octets, const int8_t* const* q, I (&total)[kTermRows][kGroups]) {
@@ -215,11 +197,6 @@ KeyBlockFunction key_block_function(int bits, bool unpacked, int rows) {
       return key_block_of_rows<kUnpacked, 8>(rows);
   }
 }
-
-// Rows beyond which unpacking a band to bytes first is cheaper than unpacking it for each block of rows.
-constexpr int kUnpackRows = 4;
-
-HWY_INLINE int rows_per_block(int bits) { return bits >= kTwoTermBits ? 2 : 4; }
 
 void qk_band(const TileLayout& layout, int b, const std::byte* tile, const PreparedQueries& q,
              const LiveRows& live, float* logits) {
