@@ -25,7 +25,14 @@ struct Options {
   size_t limit_bytes = SIZE_MAX;     // KVANT_LIMIT_MIB
 };
 
+// Registered once with ggml_backend_register(); ggml's CPU backend must be registered before the device is used.
+// Functions by name (ggml_backend_reg_get_proc_address), for programs that load the module themselves:
+//   kvant_configure    const char* (*)(const char* text)   "kv=kv4,w=256;attention=fused;isa=avx2;strict=1"; null or
+//                                                          the error, valid until the next call of this thread
+//   kvant_report_json  const char* (*)(void)               report_json(), valid until the next call of this thread
 ggml_backend_reg_t backend_reg();
+// Whether the ggml that runs is the one this was built for; the message names both versions.
+Status check_ggml();
 // Checks everything that can be checked without a model. Names the option and the nearest legal value.
 Status configure(const Options& options);
 Options options();
@@ -43,11 +50,19 @@ struct CacheReport {
   int used_slots = 0;             // slots that hold something
   MemoryReport memory;
   size_t peak_bytes = 0;
+  size_t engine_bytes = 0;        // f16 address space of layers that stay llama.cpp's (see their `reason`)
   uint64_t pairs_total = 0, pairs_quantized = 0, pairs_quantized_v = 0;
   uint64_t sealed_tiles = 0;
   std::string isa;
 };
+// Safe from any thread.
 std::vector<CacheReport> report();
 void reset_counters();
+
+// What report() says, as one JSON object: {"version":1,"caches":[...]}; docs/backend.md lists the fields.
+std::string report_json();
+// One line for people: the scheme that the caches run, and what they used.
+std::string describe_scheme(const CacheReport& cache);
+std::string describe_use(const std::vector<CacheReport>& caches);
 
 }  // namespace kvant::ggml
