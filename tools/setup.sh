@@ -214,7 +214,7 @@ build_llama() {
 with_setup_lock() {
   mkdir -p "$KVANT_HOME/logs" "$KVANT_HOME/downloads"
   exec 9>"$KVANT_HOME/.lock"
-  flock 9
+  flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
   "$@"
   exec 9>&-
 }
