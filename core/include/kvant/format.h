@@ -23,9 +23,10 @@
 //   keys    v[e][j] = code of token 16 * (e % 4) + j / 4, channel 4 * (e / 4) + j % 4   (of the band)
 //   values  v[e][j] = code of channel 16 * (e / 16) + j / 4, token 4 * (e % 16) + j % 4
 // In a plane of b bits, 8 / b consecutive elements share 64 bytes: byte j of vector e / (8 / b) holds
-// v[e][j] in the bits starting at b * (e % (8 / b)). So one 64-byte vector yields, by shift and mask, operands
-// for 4-byte dot products (vpdpbusd, vpmaddubsw, udot) whose 16 lanes are 16 tokens (keys) or 16 channels
-// (values). Value bands are padded to a multiple of 16 channels (code 0); key bands are multiples of 8.
+// v[e][j] in the bits starting at b * (e % (8 / b)). So one 64-byte vector yields, by shift and mask,
+// operands for 4-byte dot products (vpdpbusd, vpmaddubsw, udot) whose 16 lanes are 16 tokens (keys) or 16
+// channels (values). Value bands are padded to a multiple of 16 channels (code 0); key bands are multiples
+// of 8.
 #pragma once
 
 #include <array>
@@ -101,9 +102,9 @@ inline constexpr uint8_t kTileVersion = 1;
 
 // Input of encode: 64 tokens, already centred and transformed.
 struct EncodeInput {
-  const float* x = nullptr;                // [64][head_dim], token-major
-  uint64_t live = ~uint64_t{0};            // bit t clear: token t is kept elsewhere, its code does not matter
-  const float* channel_weight = nullptr;   // [head_dim] importance of squared error, or null for all equal
+  const float* x = nullptr;               // [64][head_dim], token-major
+  uint64_t live = ~uint64_t{0};           // bit t clear: token t is kept elsewhere, its code does not matter
+  const float* channel_weight = nullptr;  // [head_dim] importance of squared error, or null for all equal
 };
 
 struct EncodeStats {
@@ -145,9 +146,9 @@ class Format {
 };
 
 struct FamilyInfo {
-  std::string_view prefix;        // "t", "c", "g", "f16", ...
-  std::string_view summary;       // one line for `kvant formats`
-  std::string_view scale_axis;    // "token x band", "channel x page", ...
+  std::string_view prefix;                     // "t", "c", "g", "f16", ...
+  std::string_view summary;                    // one line for `kvant formats`
+  std::string_view scale_axis;                 // "token x band", "channel x page", ...
   std::span<const std::string_view> examples;  // names to iterate in tests, benchmarks and tables
 };
 // Every registered family, in id order.

@@ -42,8 +42,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}             // NOLINT(google-explicit-constructor)
-  Result(Status status) : status_(std::move(status)) {}     // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}          // NOLINT(google-explicit-constructor)
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
   bool ok() const { return value_.has_value(); }
   const Status& status() const { return status_; }
   T& value() { return *value_; }
@@ -56,8 +56,8 @@ class [[nodiscard]] Result {
 
 }  // namespace kvant
 
-#define KVANT_RETURN_IF_ERROR(expr)              \
-  do {                                           \
-    ::kvant::Status kvant_status_ = (expr);      \
+#define KVANT_RETURN_IF_ERROR(expr)                \
+  do {                                             \
+    ::kvant::Status kvant_status_ = (expr);        \
     if (!kvant_status_.ok()) return kvant_status_; \
   } while (false)

@@ -33,8 +33,8 @@ class Transform {
   size_t matrix_bytes() const;  // memory of the matrices, counted as tables
 
   // rows x dim, row-major, in and out must not overlap.
-  void apply(const float* x, float* y, int rows) const;           // y = A (x - mu)
-  void invert(const float* y, float* x, int rows) const;          // x = A^-1 y + mu
+  void apply(const float* x, float* y, int rows) const;             // y = A (x - mu)
+  void invert(const float* y, float* x, int rows) const;            // x = A^-1 y + mu
   void apply_to_query(const float* q, float* out, int rows) const;  // out = A^-T q
   void invert_output(const float* o, float* out, int rows) const;   // out = A^-1 o, no centre
   // q . mu per row; zeros without a centre.

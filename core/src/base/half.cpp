@@ -45,7 +45,8 @@ float half_to_float(uint16_t h) {
   }
   if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
   if (mantissa == 0) return std::bit_cast<float>(sign);
-  const uint32_t shift = static_cast<uint32_t>(std::countl_zero(mantissa)) - 21;  // brings the top bit to bit 10
+  const uint32_t shift =
+      static_cast<uint32_t>(std::countl_zero(mantissa)) - 21;  // brings the top bit to bit 10
   return std::bit_cast<float>(sign | ((113 - shift) << 23) | (((mantissa << shift) & 0x3ffu) << 13));
 }
 

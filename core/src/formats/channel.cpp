@@ -31,8 +31,7 @@ void find_anchors(const ChannelStatistics& statistics, bool asymmetric, float to
                   ChannelLanes* out) {
   for (int c = 0; c < lanes; ++c) {
     const float low = statistics.low[c], high = statistics.high[c];
-    const float centre =
-        asymmetric ? 0.5f * (low + high) : half_to_float(clamped_half(statistics.mean[c]));
+    const float centre = asymmetric ? 0.5f * (low + high) : half_to_float(clamped_half(statistics.mean[c]));
     const float radius = asymmetric ? 0.5f * (high - low) : std::max(high - centre, centre - low);
     const float anchor = std::min(radius / top_level, kScaleMax);
     out->centre[c] = centre;

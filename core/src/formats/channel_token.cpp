@@ -41,7 +41,8 @@ void choose_metadata(const EncodeContext& context, std::byte* tile) {
     const float scale = scale_to_float(scale_word), inverse = inverse_scale(scale);
     for (int t = 0; t < kPageTokens; ++t) {
       const bool live = ((context.live >> t) & 1) != 0;
-      columns[c * kPageTokens + t] = live ? (context.rows[t * context.row_stride + c] - centre) * inverse : 0.0f;
+      columns[c * kPageTokens + t] =
+          live ? (context.rows[t * context.row_stride + c] - centre) * inverse : 0.0f;
     }
     weight[c] = scale * scale * (context.channel_weight != nullptr ? context.channel_weight[c] : 1.0f);
     weight_sum += weight[c];

@@ -14,7 +14,8 @@ namespace kvant {
 struct EncodeContext {
   const TileLayout& layout;
   // [64][row_stride], token-major, row_stride a multiple of 16 with zeros at its end. Tokens that are not
-  // live are zero. All values are finite and at most kLargestValue.
+  // live are zero. All magnitudes are 0 or
+  // kSmallestValue..kLargestValue.
   const float* rows = nullptr;
   size_t row_stride = 0;
   uint64_t live = 0;
@@ -23,6 +24,9 @@ struct EncodeContext {
 
 // Larger magnitudes count as this one, so that squares stay finite in binary32.
 inline constexpr float kLargestValue = 1e15f;
+// Smaller magnitudes count as zero in quantized formats (their smallest scale is 2^-41), so that no square is
+// subnormal and flush-to-zero changes nothing.
+inline constexpr float kSmallestValue = 0x1p-60f;
 
 struct FormatFamily {
   uint8_t id = 0;  // permanent, 1..255; never given to another family
@@ -32,10 +36,10 @@ struct FormatFamily {
   std::span<const std::string_view> examples;
 
   // What names may say.
-  bool exact = false;                           // no widths at all
-  int max_widths = 1;                           // bands
+  bool exact = false;  // no widths at all
+  int max_widths = 1;  // bands
   bool may_be_asymmetric = false;
-  ScaleType default_scale = ScaleType::kNone;   // kNone: no token scales, ":sN" is refused
+  ScaleType default_scale = ScaleType::kNone;  // kNone: no token scales, ":sN" is refused
 
   // Fills bands (channels, bits), flags and scale type; offsets follow from them (layout.h).
   Status (*configure)(const FormatSpec& spec, TileLayout* layout) = nullptr;

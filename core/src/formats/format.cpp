@@ -40,25 +40,27 @@ Status check_head_dim(int head_dim) {
   if (head_dim >= kMinHeadDim && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return Status();
   const int bounded = std::clamp(head_dim, kMinHeadDim, kMaxHeadDim);
   const int nearest = std::clamp((bounded + 4) / 8 * 8, kMinHeadDim, kMaxHeadDim);
-  return Status(Code::kUnsupported, "head size " + std::to_string(head_dim) +
-                                        " is not a multiple of 8 in 32..256; nearest: " +
-                                        std::to_string(nearest));
+  return Status(Code::kUnsupported,
+                "head size " + std::to_string(head_dim) +
+                    " is not a multiple of 8 in 32..256; nearest: " + std::to_string(nearest));
 }
 
-// 64 finite rows, padded; zeros for tokens that are not live.
+// 64 finite rows, padded; zeros for tokens that are not live. Magnitudes below `smallest` are zero.
 struct Rows {
   size_t stride;
   alignas(64) float x[kPageTokens * kMaxHeadDim];
 
-  Rows(const EncodeInput& in, int head_dim) : stride(align_up(static_cast<size_t>(head_dim), 16)) {
+  Rows(const EncodeInput& in, int head_dim, float smallest)
+      : stride(align_up(static_cast<size_t>(head_dim), 16)) {
     for (int t = 0; t < kPageTokens; ++t) {
       float* row = x + t * stride;
       const float* from = in.x + static_cast<size_t>(t) * head_dim;
       if ((in.live >> t) & 1) {
         for (int c = 0; c < head_dim; ++c) {
-          const float bounded = from[c] < kLargestValue ? from[c] : kLargestValue;
-          const float value = bounded > -kLargestValue ? bounded : -kLargestValue;
-          row[c] = from[c] == from[c] ? value : 0.0f;
+          const float magnitude = std::fabs(from[c]);  // NaN fails the first comparison
+          const float bounded = magnitude < kLargestValue ? magnitude : kLargestValue;
+          const float value = magnitude >= smallest ? bounded : 0.0f;
+          row[c] = std::copysign(value, from[c]);
         }
       } else {
         std::fill_n(row, head_dim, 0.0f);
@@ -122,15 +124,20 @@ EncodeStats encode_codes(const TileLayout& layout, const Rows& rows, uint64_t li
 }
 
 EncodeStats encode_exact(const TileLayout& layout, const Rows& rows, uint64_t live, std::byte* tile) {
+  const simd::EncodeKernels& kernels = *simd::kernels().encode;
   EncodeStats stats;
   uint16_t words[kMaxHeadDim];
   float decoded[kMaxHeadDim];
   const auto n = static_cast<size_t>(layout.head_dim);
   for (int t = 0; t < kPageTokens; ++t) {
     const float* x = rows.x + t * rows.stride;
-    for (size_t c = 0; c < n; ++c) {
-      words[c] = layout.exact_bf16 ? float_to_bf16(x[c]) : clamped_half(x[c]);
-      decoded[c] = layout.exact_bf16 ? bf16_to_float(words[c]) : half_to_float(words[c]);
+    if (layout.exact_bf16) {
+      for (size_t c = 0; c < n; ++c) words[c] = float_to_bf16(x[c]);
+      for (size_t c = 0; c < n; ++c) decoded[c] = bf16_to_float(words[c]);
+    } else {
+      for (size_t c = 0; c < n; ++c) decoded[c] = std::clamp(x[c], -kLargestHalf, kLargestHalf);
+      kernels.to_half(decoded, words, n);
+      kernels.from_half(words, decoded, n);
     }
     std::memcpy(tile + t * n * 2, words, n * 2);
     if (((live >> t) & 1) == 0) continue;
@@ -189,11 +196,12 @@ Result<Format> Format::from_id(uint32_t id, Side side, int head_dim) {
 }
 
 double Format::bits_per_value() const {
-  return 8.0 * static_cast<double>(layout_.tile_bytes) / (kPageTokens * static_cast<double>(layout_.head_dim));
+  return 8.0 * static_cast<double>(layout_.tile_bytes) /
+         (kPageTokens * static_cast<double>(layout_.head_dim));
 }
 
 EncodeStats Format::encode(const EncodeInput& in, std::byte* tile) const {
-  const Rows rows(in, layout_.head_dim);
+  const Rows rows(in, layout_.head_dim, layout_.exact ? 0.0f : kSmallestValue);
   std::memset(tile, 0, layout_.tile_bytes);
   EncodeStats stats;
   if (layout_.exact) {

@@ -4,19 +4,23 @@
 #include <bit>
 #include <cstring>
 
-#include "simd/scale_tables.h"
 #include "kvant/half.h"
 #include "kvant/memory.h"
+#include "simd/scale_tables.h"
 
 namespace kvant {
 namespace {
 
 int token_scale_bits(ScaleType type) {
   switch (type) {
-    case ScaleType::kNone: return 0;
-    case ScaleType::kE6M10: return 16;
-    case ScaleType::kLog8: return 8;
-    case ScaleType::kLog4: return 4;
+    case ScaleType::kNone:
+      return 0;
+    case ScaleType::kE6M10:
+      return 16;
+    case ScaleType::kLog8:
+      return 8;
+    case ScaleType::kLog4:
+      return 4;
   }
   return 0;
 }
@@ -123,7 +127,8 @@ void store_nibble(std::byte* p, int index, int value) {
 float log8_scale(float base, int k) {
   if (k == 0) return 0.0f;
   const int octave = ((k + 1) >> 3) - 32;
-  return base * simd::kEighthOctave[(k + 1) & 7] * std::bit_cast<float>(static_cast<uint32_t>(127 + octave) << 23);
+  return base * simd::kEighthOctave[(k + 1) & 7] *
+         std::bit_cast<float>(static_cast<uint32_t>(127 + octave) << 23);
 }
 
 void read_metadata(const TileLayout& layout, const std::byte* tile, TileMetadata* out) {
@@ -131,9 +136,8 @@ void read_metadata(const TileLayout& layout, const std::byte* tile, TileMetadata
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = layout.bands[b];
     const std::byte* scales = tile + band.token_scale_offset;
-    const float base = has_base(layout.token_scale)
-                           ? scale_to_float(load_word(tile + band.token_base_offset))
-                           : 1.0f;
+    const float base =
+        has_base(layout.token_scale) ? scale_to_float(load_word(tile + band.token_base_offset)) : 1.0f;
     for (int t = 0; t < kPageTokens; ++t) {
       float scale = 1.0f;
       if (layout.token_scale == ScaleType::kE6M10) {
@@ -144,7 +148,8 @@ void read_metadata(const TileLayout& layout, const std::byte* tile, TileMetadata
         scale = base * simd::kLog4Steps[(std::to_integer<unsigned>(scales[t / 2]) >> (4 * (t & 1))) & 15u];
       }
       out->token_scale[b][t] = scale;
-      out->token_low[b][t] = token_lows ? half_to_float(load_word(tile + band.token_low_offset + 2 * t)) : 0.0f;
+      out->token_low[b][t] =
+          token_lows ? half_to_float(load_word(tile + band.token_low_offset + 2 * t)) : 0.0f;
     }
   }
   for (int c = 0; c < layout.head_dim; ++c) {

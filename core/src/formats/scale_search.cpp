@@ -18,8 +18,8 @@ using Lanes = float[kPageTokens];
 // One band while its scales are chosen; lanes are tokens.
 struct BandChoice {
   simd::ScaleSearch search;
-  alignas(64) Lanes centre;    // of the values' range, 0 for symmetric grids
-  alignas(64) Lanes anchor;    // step that clips nothing; 0 where there is nothing to scale
+  alignas(64) Lanes centre;  // of the values' range, 0 for symmetric grids
+  alignas(64) Lanes anchor;  // step that clips nothing; 0 where there is nothing to scale
   alignas(64) Lanes trial_anchor;
   alignas(64) Lanes inverse_anchor;
   alignas(64) uint8_t best[kPageTokens];
@@ -151,7 +151,7 @@ void fill_trial_ratios(float* ratio, float* inverse_ratio) {
   }
 }
 
-uint16_t clamped_half(float x) { return float_to_half(std::clamp(x, -65504.0f, 65504.0f)); }
+uint16_t clamped_half(float x) { return float_to_half(std::clamp(x, -kLargestHalf, kLargestHalf)); }
 
 void choose_token_scales(const TileLayout& layout, const float* columns, const float* weight,
                          std::byte* tile) {
@@ -173,10 +173,17 @@ void choose_token_scales(const TileLayout& layout, const float* columns, const f
     std::byte* words = tile + band.token_scale_offset;
     std::byte* base = tile + band.token_base_offset;
     switch (layout.token_scale) {
-      case ScaleType::kE6M10: choose_e6m10(&choice, words, scale); break;
-      case ScaleType::kLog8: choose_log8(&choice, words, base, scale); break;
-      case ScaleType::kLog4: choose_log4(&choice, words, base, scale); break;
-      case ScaleType::kNone: return;
+      case ScaleType::kE6M10:
+        choose_e6m10(&choice, words, scale);
+        break;
+      case ScaleType::kLog8:
+        choose_log8(&choice, words, base, scale);
+        break;
+      case ScaleType::kLog4:
+        choose_log4(&choice, words, base, scale);
+        break;
+      case ScaleType::kNone:
+        return;
     }
     if (!layout.asymmetric) continue;
     const float reach = static_cast<float>(1 << (band.bits - 1)) - 0.5f;

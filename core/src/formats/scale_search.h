@@ -19,10 +19,10 @@ namespace kvant {
 //   kLog4   every word
 // with r = 2^(-j/8) for j = 0..9, then 2^-1.5, 2^-1.75, 2^-2, 2^-2.5, 2^-3, 2^-3.5 (kTrialEighths): a clip of
 // up to three and a half octaves. Scale zero is taken where it has a smaller error than all of them.
-// The base of kLog8 is the largest anchor of the page. So is that of kLog4 at first; when its upper words find
-// no use and some token chose the lowest word or zero, it is lowered to the largest scale in use and the search
-// is repeated.
-// A low is centre of the range - scale * (2^bits - 1) / 2, so the grid is symmetric around that centre.
+// The base of kLog8 is the largest anchor of the page. So is that of kLog4 at first; when its upper words
+// find no use and some token chose the lowest word or zero, it is lowered to the largest scale in use and the
+// search is repeated. A low is centre of the range - scale * (2^bits - 1) / 2, so the grid is symmetric
+// around that centre.
 void choose_token_scales(const TileLayout& layout, const float* columns, const float* weight,
                          std::byte* tile);
 
@@ -35,6 +35,7 @@ void fill_trial_ratios(float* ratio, float* inverse_ratio);
 // One over the scale, 0 for scale 0: the factor that quantizing multiplies with.
 inline float inverse_scale(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
+inline constexpr float kLargestHalf = 65504.0f;
 // Nearest binary16 with a magnitude of at most 65504.
 uint16_t clamped_half(float x);
 

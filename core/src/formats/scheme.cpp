@@ -35,7 +35,8 @@ Result<std::string> read_format(std::string_view value) {
 Status read_count(std::string_view field, std::string_view value, int most, int* out) {
   long long number = 0;
   const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-  const bool whole = !value.empty() && end == value.data() + value.size() && error != std::errc::invalid_argument;
+  const bool whole =
+      !value.empty() && end == value.data() + value.size() && error != std::errc::invalid_argument;
   if (whole && error == std::errc() && number >= 0 && number <= most) {
     *out = static_cast<int>(number);
     return Status();
@@ -66,8 +67,8 @@ Status read_field(std::string_view field, std::string_view value, Scheme* scheme
   if (field == "s") return read_count(field, value, kMaxSinks, &scheme->sinks);
   if (field == "kx") return read_transform(field, value, &scheme->key_transform);
   if (field == "vx") return read_transform(field, value, &scheme->value_transform);
-  return Status(Code::kInvalidArgument, "'" + std::string(field.substr(0, 20)) + "' is not a field; fields are " +
-                                            std::string(kFields));
+  return Status(Code::kInvalidArgument, "'" + std::string(field.substr(0, 20)) +
+                                            "' is not a field; fields are " + std::string(kFields));
 }
 
 std::string_view take_item(std::string_view* rest) {
@@ -135,7 +136,8 @@ Result<Scheme> parse_scheme(std::string_view text, bool calibrated) {
   Scheme scheme;
   scheme.name = std::string(text);
   if (text.empty()) {
-    return bad_scheme(text, "empty; take one of " + registered_names() + ", or fields " + std::string(kFields));
+    return bad_scheme(text,
+                      "empty; take one of " + registered_names() + ", or fields " + std::string(kFields));
   }
   std::string_view rest = text;
   const std::string_view first = take_item(&rest);
@@ -146,7 +148,8 @@ Result<Scheme> parse_scheme(std::string_view text, bool calibrated) {
     if (first.size() == text.size()) return scheme;
     if (rest.empty()) return bad_scheme(text, "ends in a comma");
   } else if (first.find('=') == std::string_view::npos) {
-    return bad_scheme(text, "not known; take one of " + registered_names() + ", or fields " + std::string(kFields));
+    return bad_scheme(text,
+                      "not known; take one of " + registered_names() + ", or fields " + std::string(kFields));
   } else {
     rest = text;
   }

@@ -80,7 +80,8 @@ bool take_widths(std::string_view* rest, std::vector<int>* widths) {
   }
 }
 
-// Checks widths against the family and keeps the legal part in `spec`; false with `why` when they are not all.
+// Checks widths against the family and keeps the legal part in `spec`; false with `why` when they are not
+// all.
 bool keep_widths(const std::vector<int>& widths, FormatSpec* spec, std::string* why) {
   const auto max_widths = static_cast<size_t>(spec->family->max_widths);
   spec->n_widths = static_cast<int>(std::min(widths.size(), max_widths));

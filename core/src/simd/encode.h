@@ -14,7 +14,8 @@ inline constexpr int kMaxScaleTrials = 16;
 // One search of scales: each lane (a token, or a channel) has `steps` values x[i * stride + lane] and picks
 // among trial scales anchor[lane] * ratio[j]. The error of a trial is that of the symmetric grid around
 // centre[lane]: with y = (x - centre) * (inverse_anchor * inverse_ratio[j]) and h = 2^(bits - 1),
-//   d = (min(max(floor(y), -h), h - 1) - y) + 0.5,   error_j = (anchor * ratio[j])^2 * sum_i d * d * weight[i]
+//   d = (min(max(floor(y), -h), h - 1) - y) + 0.5,   error_j = (anchor * ratio[j])^2 * sum_i d * d *
+//   weight[i]
 // summed over i ascending, one sum per lane; "weight" of null leaves the factor out. The error of scale zero
 // is sum_i (x - centre)^2 * weight[i].
 struct ScaleSearch {
@@ -23,17 +24,18 @@ struct ScaleSearch {
   int steps = 0;
   int lanes = 0;  // a multiple of 16; arrays below are readable to the end
   int bits = 0;
-  const float* weight = nullptr;  // [steps] or null
-  const float* centre = nullptr;  // [lanes]
-  const float* anchor = nullptr;  // [lanes]
+  const float* weight = nullptr;          // [steps] or null
+  const float* centre = nullptr;          // [lanes]
+  const float* anchor = nullptr;          // [lanes]
   const float* inverse_anchor = nullptr;  // [lanes]
-  int trials = 0;                 // a multiple of 4, at most kMaxScaleTrials
+  int trials = 0;                         // a multiple of 4, at most kMaxScaleTrials
   float ratio[kMaxScaleTrials] = {};
   float inverse_ratio[kMaxScaleTrials] = {};
 };
 
 // Everything that turns values of one band into codes and back, as floats (see kvant/format.h):
-//   code = trunc(min(max((x - centre[c] - low[t]) * (inverse_channel[c] * inverse_token[t]) + (mid + 0.5), 0),
+//   code = trunc(min(max((x - centre[c] - low[t]) * (inverse_channel[c] * inverse_token[t]) + (mid + 0.5),
+//   0),
 //                    2^bits - 1))
 //   x    = (channel[c] * token[t]) * (code - mid) + low[t] + centre[c]
 // evaluated left to right. So a value half way between two levels takes the upper one.
@@ -83,7 +85,7 @@ struct EncodeKernels {
 };
 
 const EncodeKernels* scalar_encode_kernels();
-const EncodeKernels* avx2_encode_kernels();    // nullptr when not compiled for x86-64
+const EncodeKernels* avx2_encode_kernels();  // nullptr when not compiled for x86-64
 const EncodeKernels* avx512_encode_kernels();
 
 }  // namespace kvant::simd

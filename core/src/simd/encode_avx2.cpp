@@ -27,7 +27,8 @@ struct EightLanes {
   }
   static void store_codes(uint8_t* p, F a) {
     const __m256i words = _mm256_cvttps_epi32(a);
-    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    const __m128i halves =
+        _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(halves, halves));
   }
   template <int kStride>
@@ -44,8 +45,9 @@ struct EightLanes {
 };
 
 using Body = EncodeBody<EightLanes>;
-constexpr EncodeKernels kTable = {Body::matvec,       Body::hadamard, pack_band,        unpack_band, transpose,
-                                  Body::search_scale, Body::quantize, Body::dequantize, to_half,     from_half};
+constexpr EncodeKernels kTable = {Body::matvec, Body::hadamard,     pack_band,      unpack_band,
+                                  transpose,    Body::search_scale, Body::quantize, Body::dequantize,
+                                  to_half,      from_half};
 
 }  // namespace
 

@@ -45,8 +45,10 @@ struct SixteenLanes {
   // Changes the sign of the lanes whose bit kStride is set.
   template <int kStride>
   static F negate_upper(F a) {
-    constexpr __mmask16 kUpper =
-        kStride == 1 ? 0xaaaa : kStride == 2 ? 0xcccc : kStride == 4 ? 0xf0f0 : 0xff00;
+    constexpr __mmask16 kUpper = kStride == 1   ? 0xaaaa
+                                 : kStride == 2 ? 0xcccc
+                                 : kStride == 4 ? 0xf0f0
+                                                : 0xff00;
     return _mm512_mask_xor_ps(a, kUpper, a, _mm512_set1_ps(-0.0f));
   }
   template <int kStride>
@@ -64,8 +66,9 @@ struct SixteenLanes {
 };
 
 using Body = EncodeBody<SixteenLanes>;
-constexpr EncodeKernels kTable = {Body::matvec,       Body::hadamard, pack_band,        unpack_band, transpose,
-                                  Body::search_scale, Body::quantize, Body::dequantize, to_half,     from_half};
+constexpr EncodeKernels kTable = {Body::matvec, Body::hadamard,     pack_band,      unpack_band,
+                                  transpose,    Body::search_scale, Body::quantize, Body::dequantize,
+                                  to_half,      from_half};
 
 }  // namespace
 

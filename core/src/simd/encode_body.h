@@ -5,9 +5,9 @@
 //   less_blend(a, b, x, y)      per lane a < b ? x : y
 //   butterfly<stride>(a)        per lane l with partner p = l ^ stride: l < p ? a[l] + a[p] : a[p] - a[l]
 //   load_codes, store_codes     kLanes bytes <-> floats, truncating
-// and for 16 lanes the same loads and stores over the lower 8 lanes: load_half reads zeros into the upper ones.
-// Included only by the files of the targets; V is local to each of them, so nothing here is shared between
-// code compiled for different instruction sets. Nothing from std:: is called for the same reason.
+// and for 16 lanes the same loads and stores over the lower 8 lanes: load_half reads zeros into the upper
+// ones. Included only by the files of the targets; V is local to each of them, so nothing here is shared
+// between code compiled for different instruction sets. Nothing from std:: is called for the same reason.
 #pragma once
 
 #include "simd/encode.h"

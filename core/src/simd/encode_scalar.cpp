@@ -20,7 +20,7 @@ struct OneLane {
   static F floor(F a) {
     if (!(a > -8388608.0f && a < 8388608.0f)) return a;
     const float truncated = static_cast<float>(static_cast<int32_t>(a));
-    return truncated > a ? truncated - 1.0f : truncated;
+    return truncated - static_cast<float>(truncated > a);
   }
   static F less_blend(F a, F b, F x, F y) { return a < b ? x : y; }
   static F load_codes(const uint8_t* p) { return static_cast<float>(*p); }
@@ -93,8 +93,9 @@ void from_half(const uint16_t* x, float* y, size_t count) {
 }
 
 using Body = EncodeBody<OneLane>;
-constexpr EncodeKernels kTable = {Body::matvec,       Body::hadamard, pack_band,        unpack_band, transpose,
-                                  Body::search_scale, Body::quantize, Body::dequantize, to_half,     from_half};
+constexpr EncodeKernels kTable = {Body::matvec, Body::hadamard,     pack_band,      unpack_band,
+                                  transpose,    Body::search_scale, Body::quantize, Body::dequantize,
+                                  to_half,      from_half};
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// Packing, transposition and half conversion for x86-64, shared by the AVX2 and the AVX-512 file. Everything is
-// static: each file gets its own copy, compiled for its instruction set.
+// Packing, transposition and half conversion for x86-64, shared by the AVX2 and the AVX-512 file. Everything
+// is static: each file gets its own copy, compiled for its instruction set.
 #pragma once
 
 #include <immintrin.h>
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kMaxCodes = kPageTokens * kMaxHeadDim;
 
-// Codes in quad order, [elements][64] bytes (kvant/format.h), from token-major rows and back. Keys: four codes of
-// a token are one 32-bit word, moved as a whole.
+// Codes in quad order, [elements][64] bytes (kvant/format.h), from token-major rows and back. Keys: four
+// codes of a token are one 32-bit word, moved as a whole.
 void quads_from_rows(Side side, const uint8_t* codes, int stored, uint8_t* quads) {
   if (side == Side::kKey) {
     for (int c = 0; c < stored; c += 4) {
@@ -56,8 +56,10 @@ void rows_from_quads(Side side, const uint8_t* quads, int stored, uint8_t* codes
       const auto* in = reinterpret_cast<const __m128i*>(quads + (c + t / 4) * 64);
       __m128i part[4];
       for (int i = 0; i < 4; ++i) part[i] = _mm_shuffle_epi8(_mm_loadu_si128(in + i), split);
-      const __m128i low01 = _mm_unpacklo_epi32(part[0], part[1]), high01 = _mm_unpackhi_epi32(part[0], part[1]);
-      const __m128i low23 = _mm_unpacklo_epi32(part[2], part[3]), high23 = _mm_unpackhi_epi32(part[2], part[3]);
+      const __m128i low01 = _mm_unpacklo_epi32(part[0], part[1]),
+                    high01 = _mm_unpackhi_epi32(part[0], part[1]);
+      const __m128i low23 = _mm_unpacklo_epi32(part[2], part[3]),
+                    high23 = _mm_unpackhi_epi32(part[2], part[3]);
       const __m128i row[4] = {_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23),
                               _mm_unpacklo_epi64(high01, high23), _mm_unpackhi_epi64(high01, high23)};
       for (int i = 0; i < 4; ++i) {

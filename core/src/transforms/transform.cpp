@@ -26,7 +26,9 @@ double norm_one(int n, const std::vector<double>& a) {
 
 // Gauss-Jordan elimination with row pivoting. False when a pivot vanishes.
 bool invert_matrix(int n, std::vector<double> a, std::vector<double>* inverse) {
-  const auto at = [n](std::vector<double>& m, int i, int j) -> double& { return m[static_cast<size_t>(i) * n + j]; };
+  const auto at = [n](std::vector<double>& m, int i, int j) -> double& {
+    return m[static_cast<size_t>(i) * n + j];
+  };
   inverse->assign(static_cast<size_t>(n) * n, 0.0);
   for (int i = 0; i < n; ++i) at(*inverse, i, i) = 1.0;
   for (int column = 0; column < n; ++column) {
@@ -60,7 +62,8 @@ bool invert_matrix(int n, std::vector<double> a, std::vector<double>* inverse) {
 std::vector<float> by_columns(int n, const std::vector<double>& a) {
   std::vector<float> out(a.size());
   for (int i = 0; i < n; ++i) {
-    for (int j = 0; j < n; ++j) out[static_cast<size_t>(j) * n + i] = static_cast<float>(a[static_cast<size_t>(i) * n + j]);
+    for (int j = 0; j < n; ++j)
+      out[static_cast<size_t>(j) * n + i] = static_cast<float>(a[static_cast<size_t>(i) * n + j]);
   }
   return out;
 }
@@ -105,9 +108,10 @@ Result<Transform> Transform::dense(int dim, std::span<const float> forward) {
   const bool regular = invert_matrix(dim, a, &inverse);
   const double condition = regular ? norm_one(dim, a) * norm_one(dim, inverse) : INFINITY;
   if (!(condition <= kMaxCondition)) {
-    return Status(Code::kInvalidArgument, regular ? "matrix has condition number " + std::to_string(condition) +
-                                                        "; at most 1000000 is accepted"
-                                                  : std::string("matrix is singular"));
+    return Status(Code::kInvalidArgument, regular
+                                              ? "matrix has condition number " + std::to_string(condition) +
+                                                    "; at most 1000000 is accepted"
+                                              : std::string("matrix is singular"));
   }
   Transform transform;
   transform.dim_ = dim;
@@ -165,12 +169,15 @@ void Transform::apply_to_query(const float* q, float* out, int rows) const {
   multiply(inverse_transposed_, q, out, rows);
 }
 
-void Transform::invert_output(const float* o, float* out, int rows) const { multiply(inverse_, o, out, rows); }
+void Transform::invert_output(const float* o, float* out, int rows) const {
+  multiply(inverse_, o, out, rows);
+}
 
 void Transform::centre_dot(const float* q, float* out, int rows) const {
   for (int r = 0; r < rows; ++r, q += dim_) {
     double sum = 0;
-    for (size_t c = 0; c < centre_.size(); ++c) sum += static_cast<double>(q[c]) * static_cast<double>(centre_[c]);
+    for (size_t c = 0; c < centre_.size(); ++c)
+      sum += static_cast<double>(q[c]) * static_cast<double>(centre_[c]);
     out[r] = static_cast<float>(sum);
   }
 }
