@@ -113,7 +113,7 @@ class SlotCache {
     std::vector<LayerScheme> layers;
     int n_slots = 0;    // per stream; rounded up to whole pages
     int n_streams = 1;
-    int window = 128;   // newest visible tokens that stay exact
+    int window = 128;   // newest visible tokens that stay exact; 0 acts as 1: the newest page is exact
     int sinks = 16;     // first tokens of a sequence that stay exact
     int max_threads = 1;  // for the workspace
     MemoryPool::Options memory;

@@ -591,7 +591,7 @@ MemoryReport plan_memory(const SlotCache::Options& options, int tokens) {
   report.workspace_bytes = AttentionWorkspace::bytes(options);
   const int used_pages = (tokens + kPageTokens - 1) / kPageTokens;
   // Pages below the one that holds the oldest token of the newest query's window are sealed.
-  const int sealed_pages = std::max(0, tokens - options.window) / kPageTokens;
+  const int sealed_pages = std::max(0, tokens - std::max(options.window, 1)) / kPageTokens;
   for (const LayerScheme& layer : options.layers) {
     for (const Side side : kSides) {
       const size_t rows = row_page_bytes(layer.shape, side);

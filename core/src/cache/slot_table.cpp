@@ -210,7 +210,7 @@ void SlotTable::find_windows(const Stream& s, int window, StreamPlan* out) const
   const int n_pages = out->n_pages;
   const size_t words = (static_cast<size_t>(n_pages) + 63) / 64;
   out->window.assign(words * out->n_queries, 0);
-  for (int i = 0; i < out->n_queries && window > 0; ++i) {
+  for (int i = 0; i < out->n_queries; ++i) {
     const uint64_t* row = out->visible.data() + static_cast<size_t>(i) * n_pages;
     uint64_t* bits = out->window.data() + words * i;
     int left = window;
@@ -280,7 +280,8 @@ void SlotTable::plan(const StreamQueries& queries, int window, int sinks, Stream
   read_masks(s, queries, out);
   mark_sinks(&s, queries, sinks, *out);
   if (s.adopted) mark_adopted_sinks(&s, sinks, *out);
-  find_windows(s, window, out);
+  // The page of the newest token is never read from its tile: whether it is full already depends on the chunk.
+  find_windows(s, std::max(window, 1), out);
   choose_pages(s, queries, out);
 }
 
