@@ -57,12 +57,13 @@ void choose_metadata(const EncodeContext& context, std::byte* tile) {
                               .centre = channels.centre,
                               .anchor = channels.anchor,
                               .inverse_anchor = channels.inverse_anchor,
-                              .trials = kTrials};
-  fill_trial_ratios(search.ratio, search.inverse_ratio);
+                              .trials = scale_trials(bits)};
+  fill_trial_ratios(&search);
   simd::kernels().encode->search_scale(search, channels.best);
   for (int c = 0; c < layout.head_dim; ++c) {
     const int best = channels.best[c];
-    const uint16_t word = float_to_scale(best == kTrials ? 0.0f : channels.anchor[c] * search.ratio[best]);
+    const uint16_t word =
+        float_to_scale(best == search.trials ? 0.0f : channels.anchor[c] * search.ratio[best]);
     const float shift = layout.asymmetric ? scale_to_float(word) * top_level : 0.0f;
     store_word(tile + layout.channel_scale_offset + 2 * c, word);
     store_word(tile + layout.channel_centre_offset + 2 * c, clamped_half(channels.centre[c] - shift));

@@ -25,6 +25,11 @@ struct BandChoice {
   alignas(64) uint8_t best[kPageTokens];
 };
 
+constexpr int kManyTrialEighths[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 20, 24, 28};
+constexpr int kFewTrialEighths[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+
+const int* trial_eighths(int trials) { return trials == 16 ? kManyTrialEighths : kFewTrialEighths; }
+
 // 2^(-e / 8)
 float power_of_two_eighths(int e) { return log8_scale(1.0f, 255 - e); }
 
@@ -55,13 +60,14 @@ void set_trial_anchors(BandChoice* choice) {
 
 // Writes kE6M10 words; returns decoded scales in `scale`.
 void choose_e6m10(BandChoice* choice, std::byte* words, float* scale) {
-  fill_trial_ratios(choice->search.ratio, choice->search.inverse_ratio);
+  fill_trial_ratios(&choice->search);
   std::copy_n(choice->anchor, kPageTokens, choice->trial_anchor);
   set_trial_anchors(choice);
   simd::kernels().encode->search_scale(choice->search, choice->best);
   for (int t = 0; t < kPageTokens; ++t) {
     const int best = choice->best[t];
-    const float wanted = best == kTrials ? 0.0f : choice->anchor[t] * choice->search.ratio[best];
+    const float wanted =
+        best == choice->search.trials ? 0.0f : choice->anchor[t] * choice->search.ratio[best];
     const uint16_t word = float_to_scale(wanted);
     store_word(words + 2 * t, word);
     scale[t] = scale_to_float(word);
@@ -85,7 +91,7 @@ void choose_log8(BandChoice* choice, std::byte* words, std::byte* base_word, flo
   const uint16_t word = largest_anchor_word(*choice);
   const float base = scale_to_float(word);
   store_word(base_word, word);
-  fill_trial_ratios(choice->search.ratio, choice->search.inverse_ratio);
+  fill_trial_ratios(&choice->search);
   int first[kPageTokens];
   for (int t = 0; t < kPageTokens; ++t) {
     const bool used = choice->anchor[t] > 0.0f;
@@ -96,27 +102,32 @@ void choose_log8(BandChoice* choice, std::byte* words, std::byte* base_word, flo
   simd::kernels().encode->search_scale(choice->search, choice->best);
   for (int t = 0; t < kPageTokens; ++t) {
     const int best = choice->best[t];
-    const bool zero = first[t] == 0 || best == kTrials;
-    const int k = zero ? 0 : std::max(first[t] - kTrialEighths[best], 1);
+    const bool zero = first[t] == 0 || best == choice->search.trials;
+    const int k = zero ? 0 : std::max(first[t] - trial_eighths(choice->search.trials)[best], 1);
     words[t] = static_cast<std::byte>(k);
     scale[t] = log8_scale(base, k);
   }
 }
 
-// Searches all words for one base and returns the largest one that a token took.
+// Tries words of one base, from the smallest that is not below the token's anchor downwards, and returns the
+// largest one that a token took.
 int search_log4(float base, BandChoice* choice, int* words) {
-  for (int j = 0; j < kTrials; ++j) {  // trial j is word 15 - j; the last one repeats word 1
-    const int k = std::max(15 - j, 1);
-    choice->search.ratio[j] = simd::kLog4Steps[k];
-    choice->search.inverse_ratio[j] = 1.0f / simd::kLog4Steps[k];
+  for (int j = 0; j < choice->search.trials; ++j) {
+    choice->search.ratio[j] = power_of_two_eighths(2 * j);
+    choice->search.inverse_ratio[j] = 1.0f / choice->search.ratio[j];
   }
-  std::fill_n(choice->trial_anchor, kPageTokens, base);
+  int first[kPageTokens];
+  for (int t = 0; t < kPageTokens; ++t) {
+    first[t] = choice->anchor[t] > 0.0f ? 15 : 0;
+    while (first[t] > 1 && base * simd::kLog4Steps[first[t] - 1] >= choice->anchor[t]) --first[t];
+    choice->trial_anchor[t] = base * simd::kLog4Steps[first[t]];
+  }
   set_trial_anchors(choice);
   simd::kernels().encode->search_scale(choice->search, choice->best);
   int largest = 0;
   for (int t = 0; t < kPageTokens; ++t) {
-    const bool zero = choice->anchor[t] == 0.0f || choice->best[t] == kTrials;
-    words[t] = zero ? 0 : 15 - choice->best[t];
+    const bool zero = first[t] == 0 || choice->best[t] == choice->search.trials;
+    words[t] = zero ? 0 : std::max(first[t] - choice->best[t], 1);
     largest = std::max(largest, words[t]);
   }
   return largest;
@@ -144,10 +155,11 @@ void choose_log4(BandChoice* choice, std::byte* nibbles, std::byte* base_word, f
 
 }  // namespace
 
-void fill_trial_ratios(float* ratio, float* inverse_ratio) {
-  for (int j = 0; j < kTrials; ++j) {
-    ratio[j] = power_of_two_eighths(kTrialEighths[j]);
-    inverse_ratio[j] = 1.0f / ratio[j];
+void fill_trial_ratios(simd::ScaleSearch* search) {
+  const int* eighths = trial_eighths(search->trials);
+  for (int j = 0; j < search->trials; ++j) {
+    search->ratio[j] = power_of_two_eighths(eighths[j]);
+    search->inverse_ratio[j] = 1.0f / search->ratio[j];
   }
 }
 
@@ -167,7 +179,7 @@ void choose_token_scales(const TileLayout& layout, const float* columns, const f
                      .centre = choice.centre,
                      .anchor = choice.trial_anchor,
                      .inverse_anchor = choice.inverse_anchor,
-                     .trials = kTrials};
+                     .trials = scale_trials(band.bits)};
     find_anchors(band, layout.asymmetric, columns, &choice);
     float scale[kPageTokens];
     std::byte* words = tile + band.token_scale_offset;

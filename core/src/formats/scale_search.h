@@ -1,10 +1,10 @@
 // Choice of scales: the search that the token, group and channel families share.
 #pragma once
 
-#include <array>
 #include <cstdint>
 
 #include "kvant/format.h"
+#include "simd/encode.h"
 
 namespace kvant {
 
@@ -16,21 +16,19 @@ namespace kvant {
 // amax is the largest magnitude (asymmetric: half the range). Tried are
 //   kE6M10  anchor * r, rounded to e6m10 after the choice
 //   kLog8   the smallest word that is not below the anchor, and steps of r below it
-//   kLog4   every word
-// with r = 2^(-j/8) for j = 0..9, then 2^-1.5, 2^-1.75, 2^-2, 2^-2.5, 2^-3, 2^-3.5 (kTrialEighths): a clip of
-// up to three and a half octaves. Scale zero is taken where it has a smaller error than all of them.
-// The base of kLog8 is the largest anchor of the page. So is that of kLog4 at first; when its upper words
-// find no use and some token chose the lowest word or zero, it is lowered to the largest scale in use and the
-// search is repeated. A low is centre of the range - scale * (2^bits - 1) / 2, so the grid is symmetric
-// around that centre.
+//   kLog4   the smallest word that is not below the anchor, and the next words below it
+// with 8 trials from 4 bits on: r = 2^(-j/8), j = 0, 1, 2, 3, 4, 6, 8, 12; and 16 trials for 2 and 3 bits,
+// where stronger clips pay: j = 0..9, 12, 14, 16, 20, 24, 28. Scale zero is taken where it has a smaller
+// error than all of them. The base of kLog8 is the largest anchor of the page. So is that of kLog4 at first;
+// when its upper words find no use and some token chose the lowest word or zero, it is lowered to the largest
+// scale in use and the search is repeated. The largest tokens decide because their errors are the largest. A
+// low is centre of the range - scale * (2^bits - 1) / 2, so the grid is symmetric around that centre.
 void choose_token_scales(const TileLayout& layout, const float* columns, const float* weight,
                          std::byte* tile);
 
-inline constexpr int kTrials = 16;
-inline constexpr std::array<int, kTrials> kTrialEighths = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                           8, 9, 12, 14, 16, 20, 24, 28};
-// Fills ratio and inverse_ratio of a simd::ScaleSearch with 2^(-kTrialEighths[j] / 8).
-void fill_trial_ratios(float* ratio, float* inverse_ratio);
+inline int scale_trials(int bits) { return bits >= 4 ? 8 : 16; }
+// Fills ratio and inverse_ratio with r for search->trials trials.
+void fill_trial_ratios(simd::ScaleSearch* search);
 
 // One over the scale, 0 for scale 0: the factor that quantizing multiplies with.
 inline float inverse_scale(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
