@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "calibration_lookup.h"
 #include "kvant/isa.h"
 #include "kvant/scheme.h"
 
@@ -121,7 +122,8 @@ void CacheState::learn(const ggml_tensor* attention) {
   layer.kind = layer.reason.empty() ? LayerKind::kManaged : LayerKind::kPlain;
 }
 
-Status CacheState::make_layers(const Scheme& scheme, std::vector<LayerScheme>* out) {
+Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibration>& calibration,
+                               std::vector<LayerScheme>* out) {
   layer_ids_.clear();
   for (CacheLayer& layer : layers_) {
     if (layer.kind == LayerKind::kPlain && options_.strict) {
@@ -130,7 +132,12 @@ Status CacheState::make_layers(const Scheme& scheme, std::vector<LayerScheme>* o
                   ") and KVANT_STRICT=1 forbids that"};
     }
     if (layer.kind != LayerKind::kManaged) continue;
-    Result<LayerScheme> resolved = resolve_layer(scheme, layer.shape);
+    const LayerCalibration* basis = nullptr;
+    if (calibration.has_value()) {
+      const auto found = calibration->layers.find(layer.model_layer);
+      if (found != calibration->layers.end()) basis = &found->second;
+    }
+    Result<LayerScheme> resolved = resolve_layer(scheme, layer.shape, basis);
     if (!resolved.ok()) {
       return {resolved.status().code(), "KVANT_KV=" + options_.scheme + ", layer " +
                                             std::to_string(layer.model_layer) + ": " + resolved.status().message()};
@@ -147,12 +154,14 @@ Status CacheState::make_layers(const Scheme& scheme, std::vector<LayerScheme>* o
   return {};
 }
 
-Status CacheState::create_cache(int n_threads) {
+Status CacheState::create_cache(int n_threads, uint64_t fingerprint) {
   if (created()) return {};
-  Result<Scheme> scheme = parse_scheme(options_.scheme);
+  Result<std::optional<Calibration>> calibration = find_calibration(options_, fingerprint);
+  if (!calibration.ok()) return calibration.status();
+  Result<Scheme> scheme = parse_scheme(options_.scheme, calibration.value().has_value());
   if (!scheme.ok()) return scheme.status();
   std::vector<LayerScheme> schemes;
-  KVANT_RETURN_IF_ERROR(make_layers(scheme.value(), &schemes));
+  KVANT_RETURN_IF_ERROR(make_layers(scheme.value(), calibration.value(), &schemes));
   if (schemes.empty()) return {};
   const auto managed = std::find_if(layers_.begin(), layers_.end(),
                                     [](const CacheLayer& layer) { return layer.kind == LayerKind::kManaged; });

@@ -11,11 +11,13 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "ggml.h"
+#include "kvant/calibration_file.h"
 #include "kvant/ggml_backend.h"
 
 namespace kvant::ggml {
@@ -65,8 +67,9 @@ class CacheState {
   Status add_tensor(ggml_tensor* tensor, Side side, int model_layer);
   // Takes the head sizes from a flash-attention node over these tensors.
   void learn(const ggml_tensor* attention);
-  // Makes the SlotCache for all layers learned so far, when there is none and there are any.
-  Status create_cache(int n_threads);
+  // Makes the SlotCache for all layers learned so far, when there is none and there are any. `fingerprint` tells
+  // which model it is for; 0: not known.
+  Status create_cache(int n_threads, uint64_t fingerprint);
 
   bool created() const { return cache_ != nullptr; }
   SlotCache& cache() { return *cache_; }
@@ -97,7 +100,8 @@ class CacheState {
 
  private:
   bool in_cache(const CacheTensor& tensor) const;
-  Status make_layers(const Scheme& scheme, std::vector<LayerScheme>* out);
+  Status make_layers(const Scheme& scheme, const std::optional<Calibration>& calibration,
+                     std::vector<LayerScheme>* out);
   Status load_staged();
   template <typename Bytes, typename Whole, typename Part>
   Status for_rows(const ggml_tensor* base, size_t offset, size_t bytes, Bytes* data, Whole whole, Part part);

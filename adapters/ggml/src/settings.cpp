@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <mutex>
 #include <numeric>
 #include <string_view>
@@ -119,11 +120,12 @@ Status check_spelling() {
 }  // namespace
 
 Status configure(const Options& options) {
-  Result<Scheme> scheme = parse_scheme(options.scheme);
-  if (!scheme.ok()) return {scheme.status().code(), "kv " + options.scheme + ": " + scheme.status().message()};
-  if (!options.recipe.empty()) {
-    return {Code::kUnsupported,
-            "recipe " + options.recipe + ": this version reads no recipes; leave KVANT_RECIPE empty"};
+  std::error_code error;
+  const bool recipe = !options.recipe.empty();
+  Result<Scheme> scheme = parse_scheme(options.scheme, recipe);
+  if (!scheme.ok()) return {scheme.status().code(), "KVANT_KV=" + options.scheme + ": " + scheme.status().message()};
+  if (recipe && !std::filesystem::exists(options.recipe, error)) {
+    return {Code::kIo, "KVANT_RECIPE=" + options.recipe + ": no such file or folder"};
   }
   if (options.limit_bytes == 0) return {Code::kInvalidArgument, "limit 0: the nearest limit is 1 MiB"};
   if (!options.isa.empty()) KVANT_RETURN_IF_ERROR(force_isa(options.isa));

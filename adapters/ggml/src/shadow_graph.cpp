@@ -128,7 +128,8 @@ Result<std::unique_ptr<ShadowGraph>> ShadowGraph::build(const ggml_cgraph& graph
   }
   for (const auto& use : shadow->uses_) {
     if (!use->state->broken().empty()) return Status(Code::kUnsupported, use->state->broken());
-    KVANT_RETURN_IF_ERROR(use->state->create_cache(n_threads));
+    if (use->state->created()) continue;
+    KVANT_RETURN_IF_ERROR(use->state->create_cache(n_threads, graph_fingerprint(const_cast<ggml_cgraph*>(&graph))));
   }
   shadow->context_ = ggml_init({.mem_size = ggml_tensor_overhead() * static_cast<size_t>(replaced + 1),
                                 .mem_buffer = nullptr,
