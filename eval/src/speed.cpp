@@ -1,0 +1,107 @@
+#include "speed.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+
+namespace kvant::eval {
+namespace {
+
+constexpr int kStep = 512;
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+size_t resident_bytes() {
+  long pages = 0, resident = 0;
+  FILE* file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr) return 0;
+  if (std::fscanf(file, "%ld %ld", &pages, &resident) != 2) resident = 0;
+  std::fclose(file);
+  return static_cast<size_t>(resident) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+bool works_without_flash(const Candidate& c) { return c.peer && !ggml_is_quantized(c.type_v); }
+
+Status timed_run(Context* context, std::span<const llama_token> tokens, int decode_tokens, Progress* progress,
+                 const std::string& what, Speed* out) {
+  const int n = static_cast<int>(tokens.size());
+  // Once, so that graphs and buffers exist.
+  KVANT_RETURN_IF_ERROR(context->decode(tokens.first(std::min(n, kStep)), 0, n));
+  context->clear();
+  const double start = now_seconds();
+  for (int begin = 0; begin < n; begin += kStep) {
+    if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
+    const int count = std::min(kStep, n - begin);
+    KVANT_RETURN_IF_ERROR(context->decode(tokens.subspan(begin, count), begin, begin + count == n ? count - 1 : count));
+    progress->step(0.5 * count, what);
+  }
+  llama_synchronize(context->get());
+  out->prefill_tok_s = n / (now_seconds() - start);
+  std::vector<double> times;
+  for (int i = 0; i < decode_tokens; ++i) {
+    if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
+    const double t = now_seconds();
+    KVANT_RETURN_IF_ERROR(context->decode(tokens.subspan(i % n, 1), n + i, 0));
+    if (context->logits(0) == nullptr) return {Code::kInternal, "llama.cpp gave no logits"};
+    times.push_back(now_seconds() - t);
+    progress->step(4, what);
+  }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  out->decode_tok_s = 1.0 / times[times.size() / 2];
+  return {};
+}
+
+Status one_setting(const Model& model, const Candidate& c, const EvaluateOptions& options,
+                   std::span<const llama_token> tokens, bool flash, Progress* progress, Speed* out) {
+  ContextOptions context{.n_ctx = static_cast<int>(tokens.size()) + options.decode_tokens,
+                         .n_batch = kStep,
+                         .n_threads = options.threads,
+                         .n_outputs = 1,
+                         .type_k = c.type_k,
+                         .type_v = c.type_v,
+                         .flash_attention = flash};
+  ggml::Options kvant = options.kvant;
+  kvant.scheme = c.scheme;
+  const size_t before = resident_bytes();
+  Result<std::unique_ptr<Context>> made = Context::create(model, context, kvant);
+  if (!made.ok()) return made.status();
+  const std::string what = "speed of " + c.name + (flash ? "" : ", flash attention off");
+  KVANT_RETURN_IF_ERROR(timed_run(made.value().get(), tokens, options.decode_tokens, progress, what, out));
+  const size_t after = resident_bytes();
+  out->resident_bytes = after > before ? after - before : 0;
+  out->flash_prefill = out->flash_decode = flash;
+  for (const ggml::CacheReport& cache : made.value()->reports()) out->peak_bytes += cache.peak_bytes + cache.engine_bytes;
+  return {};
+}
+
+}  // namespace
+
+double speed_units(const Candidate& candidate, const EvaluateOptions& options) {
+  return (0.5 * options.speed_tokens + 4.0 * options.decode_tokens) * (works_without_flash(candidate) ? 2 : 1);
+}
+
+Status measure_speed(const Model& model, const Candidate& candidate, const EvaluateOptions& options,
+                     std::span<const llama_token> tokens, Progress* progress, Speed* out) {
+  Speed best;
+  KVANT_RETURN_IF_ERROR(one_setting(model, candidate, options, tokens, true, progress, &best));
+  if (works_without_flash(candidate)) {
+    Speed off;
+    KVANT_RETURN_IF_ERROR(one_setting(model, candidate, options, tokens, false, progress, &off));
+    if (off.prefill_tok_s > best.prefill_tok_s) {
+      best.prefill_tok_s = off.prefill_tok_s;
+      best.flash_prefill = false;
+    }
+    if (off.decode_tok_s > best.decode_tok_s) {
+      best.decode_tok_s = off.decode_tok_s;
+      best.flash_decode = false;
+    }
+  }
+  *out = best;
+  return {};
+}
+
+}  // namespace kvant::eval
