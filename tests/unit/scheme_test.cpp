@@ -1,0 +1,123 @@
+#include "kvant/scheme.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "kvant/format.h"
+
+namespace kvant {
+namespace {
+
+using ::testing::HasSubstr;
+
+Scheme must_parse(std::string_view text, bool calibrated = false) {
+  Result<Scheme> scheme = parse_scheme(text, calibrated);
+  EXPECT_TRUE(scheme.ok()) << text << ": " << scheme.status().message();
+  return scheme.ok() ? scheme.value() : Scheme{};
+}
+
+std::string refusal(std::string_view text) {
+  Result<Scheme> scheme = parse_scheme(text);
+  EXPECT_FALSE(scheme.ok()) << text;
+  return scheme.ok() ? "" : scheme.status().message();
+}
+
+TEST(Scheme, RegisteredNames) {
+  EXPECT_TRUE(must_parse("exact").exact());
+  EXPECT_EQ(to_string(must_parse("kv4")), "k=c4,v=t4,w=128,s=16,kx=auto,vx=auto");
+  EXPECT_EQ(to_string(must_parse("kv4", true)), "k=t6-4-3-3,v=t4-4-3-3,w=128,s=16,kx=auto,vx=auto");
+  EXPECT_EQ(must_parse("kv4", true).name, "kv4");
+  std::set<std::string_view> names;
+  for (const RegisteredScheme& registered : registered_schemes()) {
+    EXPECT_TRUE(names.insert(registered.name).second);
+    EXPECT_FALSE(registered.summary.empty());
+    for (bool calibrated : {false, true}) {
+      const Scheme scheme = must_parse(registered.name, calibrated);
+      for (int head_dim : {64, 80, 96, 128, 256}) {
+        EXPECT_TRUE(Format::parse(scheme.key_format, Side::kKey, head_dim).ok()) << registered.name;
+        EXPECT_TRUE(Format::parse(scheme.value_format, Side::kValue, head_dim).ok()) << registered.name;
+      }
+    }
+  }
+  for (const char* name : {"exact", "kv8", "kv6", "kv5", "kv4", "kv3", "kv2"})
+    EXPECT_EQ(names.count(name), 1u);
+}
+
+// Bits per value, keys and values averaged, at 128 channels: what the names promise.
+TEST(Scheme, NamesKeepTheirBits) {
+  const struct {
+    const char* name;
+    double plain, calibrated;
+  } kBits[] = {{"kv8", 8.25, 8.125}, {"kv6", 6.25, 6.0}, {"kv5", 5.25, 5.0},
+               {"kv4", 4.25, 4.0},   {"kv3", 3.25, 3.0}, {"kv2", 2.25, 2.5}};
+  for (const auto& expected : kBits) {
+    for (bool calibrated : {false, true}) {
+      const Scheme scheme = must_parse(expected.name, calibrated);
+      const double bits = (Format::parse(scheme.key_format, Side::kKey, 128).value().bits_per_value() +
+                           Format::parse(scheme.value_format, Side::kValue, 128).value().bits_per_value()) /
+                          2;
+      EXPECT_NEAR(bits, calibrated ? expected.calibrated : expected.plain, .125)
+          << expected.name << calibrated;
+    }
+  }
+}
+
+TEST(Scheme, FieldsOverrideRegisteredNames) {
+  const Scheme scheme = must_parse("kv4,w=256,kx=none");
+  EXPECT_EQ(scheme.window, 256);
+  EXPECT_EQ(scheme.sinks, 16);
+  EXPECT_EQ(scheme.key_format, "c4");
+  EXPECT_EQ(scheme.key_transform, TransformChoice::kIdentity);
+  EXPECT_EQ(scheme.value_transform, TransformChoice::kAuto);
+  EXPECT_EQ(scheme.name, "kv4,w=256,kx=none");
+}
+
+TEST(Scheme, FieldsAlone) {
+  const Scheme scheme = must_parse("k=5-3,v=4-3:s8,w=0,s=0,kx=calibrated,vx=hadamard");
+  EXPECT_EQ(scheme.key_format, "t5-3");
+  EXPECT_EQ(scheme.value_format, "t4-3:s8");
+  EXPECT_EQ(scheme.window, 0);
+  EXPECT_EQ(scheme.sinks, 0);
+  EXPECT_EQ(scheme.key_transform, TransformChoice::kCalibrated);
+  EXPECT_EQ(scheme.value_transform, TransformChoice::kHadamard);
+  EXPECT_EQ(must_parse("v=t4").key_format, "f16");
+  EXPECT_FALSE(must_parse("v=t4").exact());
+  EXPECT_TRUE(must_parse("w=5").exact());
+  EXPECT_EQ(must_parse("k=t4:s4").key_format, "t4");
+}
+
+TEST(Scheme, CanonicalTextParsesToTheSame) {
+  for (const char* text :
+       {"exact", "kv8", "kv2", "k=c4a,v=g4,w=4096,s=256", "k=ct5-3:s16,kx=none,vx=calibrated"}) {
+    const Scheme scheme = must_parse(text);
+    const std::string canonical = to_string(scheme);
+    EXPECT_EQ(to_string(must_parse(canonical)), canonical);
+    EXPECT_EQ(must_parse(canonical).key_format, scheme.key_format);
+    EXPECT_EQ(must_parse(canonical).window, scheme.window);
+  }
+}
+
+TEST(Scheme, RefusalsNameTheFieldAndWhatIsLegal) {
+  EXPECT_THAT(refusal(""), HasSubstr("take one of exact, kv8"));
+  EXPECT_THAT(refusal("kv9"), HasSubstr("take one of exact, kv8"));
+  EXPECT_THAT(refusal("kv4,"), HasSubstr("ends in a comma"));
+  EXPECT_THAT(refusal("kv4,kv5"), HasSubstr("'kv5' is neither"));
+  EXPECT_THAT(refusal("k=t4,"), HasSubstr("neither"));
+  EXPECT_THAT(refusal("k=t9"), HasSubstr("nearest: 't8'"));
+  EXPECT_THAT(refusal("k="), HasSubstr("not a known format"));
+  EXPECT_THAT(refusal("kv4,w=5000"), HasSubstr("w= takes 0..4096; nearest: 4096"));
+  EXPECT_THAT(refusal("w=-1"), HasSubstr("nearest: 0"));
+  EXPECT_THAT(refusal("w=99999999999999999999"), HasSubstr("nearest: 4096"));
+  EXPECT_THAT(refusal("w=12x"), HasSubstr("w= takes 0..4096"));
+  EXPECT_THAT(refusal("w="), HasSubstr("w= takes 0..4096"));
+  EXPECT_THAT(refusal("s=257"), HasSubstr("s= takes 0..256; nearest: 256"));
+  EXPECT_THAT(refusal("kx=fft"), HasSubstr("kx= takes auto, none, hadamard or calibrated"));
+  EXPECT_THAT(refusal("q=4"), HasSubstr("'q' is not a field; fields are k, v, w, s, kx, vx"));
+  EXPECT_THAT(refusal("w=1,w=2"), HasSubstr("w= is given twice"));
+  EXPECT_THAT(refusal("w=1\n"), HasSubstr("scheme 'w=1?'"));
+}
+
+}  // namespace
+}  // namespace kvant
