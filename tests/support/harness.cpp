@@ -208,7 +208,13 @@ Status Engine::run(const std::vector<Entry>& entries, const Look& look, bool wri
         });
       }
     }
-    run_layer(layer, by_stream, entries, look, plan, &(*out)[layer]);
+    if (look.seal_only) {
+      std::vector<SealItem> items;
+      cache_->seal_items(LayerId{layer}, plan, &items);
+      for (const SealItem& item : items) cache_->seal_page(item);
+    } else {
+      run_layer(layer, by_stream, entries, look, plan, &(*out)[layer]);
+    }
   }
   cache_->end_batch(plan);
   return cache_->take_error();

@@ -42,6 +42,7 @@ struct Look {
   bool bias = false;                // mask holds -(distance) / 8, rounded to binary16
   AttentionPath path = AttentionPath::kFused;
   int threads = 0;     // 0: as the engine
+  bool seal_only = false;  // writes and seals, no attention and no outputs
   bool dqref = false;  // also run reference_attention
   bool ref = false;    // also run attention over the original rows
 };

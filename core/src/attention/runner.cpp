@@ -290,11 +290,14 @@ void AttentionRunner::add_values(const Block& block, const SidePage& page, State
     const int n = std::popcount(page.kept_layout);
     const uint16_t* rows = page.kept + static_cast<size_t>(block.head) * n * dim;
     for (int r = 0; r < block.rows; ++r) {
-      lanes[r] = live_.value_rows[r] & ~page.row_mask;
+      const uint64_t slots = live_.value_rows[r] & ~page.row_mask;
       uint64_t bits = page.kept_layout;
+      lanes[r] = 0;  // in the order of the kept rows
       for (int i = 0; i < n; ++i, bits &= bits - 1) {
         const int t = std::countr_zero(bits);
-        weights_[r * kPageTokens + i] = ((lanes[r] >> t) & 1) != 0 ? logits_[r * kPageTokens + t] : 0.0f;
+        const bool read = ((slots >> t) & 1) != 0;
+        lanes[r] |= uint64_t{read} << i;
+        weights_[r * kPageTokens + i] = read ? logits_[r * kPageTokens + t] : 0.0f;
       }
     }
     kernels_.pv_rows(rows, dim, n, false, dim, weights_, block.rows, lanes, state->acc_rows);
