@@ -122,12 +122,12 @@ const std::vector<RegisteredScheme>& registered_schemes() {
   // whose keys have large constant parts.
   static const std::vector<RegisteredScheme> kSchemes = {
       {"exact", "k=f16,v=f16", "", "all rows stay in f16"},
-      {"kv8", "k=c8,v=t8,w=128,s=16", "k=t8,v=t8,w=128,s=16", "8 bits, next to exact"},
-      {"kv6", "k=c6,v=t6,w=128,s=16", "k=t7-5,v=t6-5,w=128,s=16", "6 bits"},
-      {"kv5", "k=c5,v=t5,w=128,s=16", "k=t6-4,v=t5-4,w=128,s=16", "5 bits"},
-      {"kv4", "k=c4,v=t4,w=128,s=16", "k=t6-4-3-3,v=t4-4-3-3,w=128,s=16", "4 bits"},
-      {"kv3", "k=c3,v=t3,w=128,s=16", "k=t5-3-2-2,v=t3-3-2-2,w=128,s=16", "3 bits, visible loss"},
-      {"kv2", "k=c2,v=t2,w=128,s=16", "k=t4-2-2-2,v=t2-2-2-2,w=128,s=16", "2 bits, large loss"},
+      {"kv8", "k=c8a,v=t8,w=128,s=16", "k=t8,v=t8,w=128,s=16", "8 bits, next to exact"},
+      {"kv6", "k=c6a,v=t6,w=128,s=16", "k=t7-5,v=t6-5,w=128,s=16", "6 bits"},
+      {"kv5", "k=c5a,v=t5,w=128,s=16", "k=t6-4,v=t5-4,w=128,s=16", "5 bits"},
+      {"kv4", "k=c4a,v=t4,w=128,s=16", "k=t6-4-3-3,v=t4-4-3-3,w=128,s=16", "4 bits"},
+      {"kv3", "k=c3a,v=t3,w=128,s=16", "k=t5-3-2-2,v=t3-3-2-2,w=128,s=16", "3 bits, visible loss"},
+      {"kv2", "k=c2a,v=t2,w=128,s=16", "k=t4-2-2-2,v=t2-2-2-2,w=128,s=16", "2 bits, large loss"},
   };
   return kSchemes;
 }
