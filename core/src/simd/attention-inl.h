@@ -68,6 +68,17 @@ HWY_INLINE float sum_of(F v) { return hn::GetLane(hn::SumOfLanes(df, v)); }
 HWY_INLINE float max_of(F v) { return hn::GetLane(hn::MaxOfLanes(df, v)); }
 HWY_INLINE int32_t sum_of(I v) { return hn::GetLane(hn::SumOfLanes(di, v)); }
 
+// Rounds to nearest even. Highway's NearestInt also saturates, which quantization never needs.
+HWY_INLINE I round_to_int(F v) {
+#if KVANT_AVX512
+  return I{_mm512_cvtps_epi32(v.raw)};
+#elif KVANT_AVX2
+  return I{_mm256_cvtps_epi32(v.raw)};
+#else
+  return hn::NearestInt(v);
+#endif
+}
+
 HWY_INLINE uint16_t load_word(const void* p) {
   uint16_t w;
   memcpy(&w, p, sizeof w);
@@ -97,6 +108,65 @@ HWY_INLINE void find_live_rows(const uint64_t* live, int rows, LiveRows* out) {
     out->row[out->count] = static_cast<uint8_t>(r);
     out->count += live[r] != 0 ? 1 : 0;
   }
+}
+
+// ---- reductions
+// --------------------------------------------------------------------------------------------
+
+using D4 = hn::CappedTag<float, 4>;
+using F4 = hn::Vec<D4>;
+
+struct AddLanes {
+  template <class V>
+  static HWY_INLINE V apply(V a, V b) {
+    return hn::Add(a, b);
+  }
+};
+struct MaxLanes {
+  template <class V>
+  static HWY_INLINE V apply(V a, V b) {
+    return hn::Max(a, b);
+  }
+};
+
+// Reduces the lanes of each of four vectors, always by the same tree: halves are combined until four lanes
+// are left, then pairs two lanes apart.
+template <class Op, class V>
+HWY_INLINE F4 reduce_four(V a, V b, V c, V d) {
+  using D = hn::DFromV<V>;
+  if constexpr (hn::MaxLanes(D()) > 4) {
+    const hn::Half<D> half;
+    return reduce_four<Op>(Op::apply(hn::LowerHalf(half, a), hn::UpperHalf(half, a)),
+                           Op::apply(hn::LowerHalf(half, b), hn::UpperHalf(half, b)),
+                           Op::apply(hn::LowerHalf(half, c), hn::UpperHalf(half, c)),
+                           Op::apply(hn::LowerHalf(half, d), hn::UpperHalf(half, d)));
+  } else {
+    const D d4;
+    const V ab = Op::apply(hn::InterleaveLower(d4, a, b), hn::InterleaveUpper(d4, a, b));
+    const V cd = Op::apply(hn::InterleaveLower(d4, c, d), hn::InterleaveUpper(d4, c, d));
+    return Op::apply(hn::ConcatLowerLower(d4, cd, ab), hn::ConcatUpperUpper(d4, cd, ab));
+  }
+}
+
+// Of one to four rows; unused lanes repeat the first.
+template <class Op, int kRows>
+HWY_INLINE F4 reduce_rows(const F (&v)[kRows]) {
+  return reduce_four<Op>(v[0], v[kRows > 1 ? 1 : 0], v[kRows > 2 ? 2 : 0], v[kRows > 3 ? 3 : 0]);
+}
+
+// Quantization of up to four rows whose largest magnitudes are `max`: x ~ scale * round(x * inverse),
+// integers up to `largest`; zeros below kQuantizeFloor.
+struct RowScales {
+  alignas(16) float scale[4];
+  alignas(16) float inverse[4];
+};
+HWY_INLINE RowScales row_scales(F4 max, float largest) {
+  const D4 d4;
+  const auto usable = hn::Ge(max, hn::Set(d4, kQuantizeFloor));
+  RowScales out;
+  hn::Store(hn::IfThenElseZero(usable, hn::Div(max, hn::Set(d4, largest))), d4, out.scale);
+  hn::Store(hn::IfThenElseZero(usable, hn::Div(hn::Set(d4, largest), max)), d4, out.inverse);
+  return out;
 }
 
 // ---- stored scales as floats
@@ -203,17 +273,19 @@ HWY_INLINE void expand_token_lows(const BandLayout& band, const std::byte* tile,
   }
 }
 
-// Channel scales and centres; `out` has room for kMaxHeadDim + kLanes floats. Reading past the last channel
-// stays in the tile: the 16-byte trailer follows.
+// Channel scales and centres; `out` has room for kMaxHeadDim + kLanes floats and is 0 beyond the last channel.
+// Reading past the last channel stays in the tile: the 16-byte trailer follows.
 HWY_INLINE void expand_channel_scales(const TileLayout& layout, const std::byte* tile, float* out) {
   for (int c = 0; c < layout.head_dim; c += kLanes) {
     store(words_to_scales(tile + layout.channel_scale_offset + 2 * c), out + c);
   }
+  store(hn::Zero(df), out + layout.head_dim);
 }
 HWY_INLINE void expand_channel_centres(const TileLayout& layout, const std::byte* tile, float* out) {
   for (int c = 0; c < layout.head_dim; c += kLanes) {
     store(halves_to_floats(tile + layout.channel_centre_offset + 2 * c), out + c);
   }
+  store(hn::Zero(df), out + layout.head_dim);
 }
 
 // ---- softmax
@@ -221,17 +293,27 @@ HWY_INLINE void expand_channel_centres(const TileLayout& layout, const std::byte
 
 // 2^x for x <= 0, relative error below 3e-7; 0 below kExp2Floor.
 HWY_INLINE F exp2_of(F x) {
+#if KVANT_AVX512
+  const F n = hn::Round(x);
+  const F r = hn::Sub(x, n);
+#else
   const F clamped = hn::Max(x, set(kExp2Floor));
   const F n = hn::Round(clamped);
   const F r = hn::Sub(clamped, n);
+#endif
   F p = hn::MulAdd(set(kExp2C5), r, set(kExp2C4));
   p = hn::MulAdd(p, r, set(kExp2C3));
   p = hn::MulAdd(p, r, set(kExp2C2));
   p = hn::MulAdd(p, r, set(kExp2C1));
   p = hn::MulAdd(p, r, set(1.0f));
-  const I exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, n));
+#if KVANT_AVX512
+  const __mmask16 visible = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(kExp2Floor), _CMP_GE_OQ);
+  return F{_mm512_maskz_scalef_ps(visible, p.raw, n.raw)};
+#else
+  const I exponent = hn::ShiftLeft<23>(round_to_int(n));
   const F scaled = hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
   return hn::IfThenElseZero(hn::Ge(x, set(kExp2Floor)), scaled);
+#endif
 }
 
 HWY_INLINE hn::Mask<DF> live_lanes(uint64_t live, int first_token) {

@@ -9,7 +9,6 @@ namespace {
 #if KVANT_AVX512
 constexpr bool kDirectDot = true;
 using Partial = I;
-HWY_INLINE Partial zero_partial() { return hn::Zero(di); }
 HWY_INLINE Partial dot_step(Partial sum, Bytes u, Bytes s) {
   return I{_mm512_dpbusd_epi32(sum.raw, u.raw, s.raw)};
 }
@@ -17,7 +16,6 @@ HWY_INLINE I fold(I sum, Partial p) { return hn::Add(sum, p); }
 #else
 constexpr bool kDirectDot = false;
 using Partial = hn::Vec<DS>;
-HWY_INLINE Partial zero_partial() { return hn::Zero(ds); }
 #if KVANT_AVX2
 HWY_INLINE Partial dot_step(Partial sum, Bytes u, Bytes s) {
   return hn::Add(sum, Partial{_mm256_maddubs_epi16(u.raw, s.raw)});
@@ -150,16 +148,17 @@ void unpack(Planes planes, int octets, uint8_t* out) {
   }
 }
 
-HWY_INLINE Planes planes_of(const BandLayout& band, const std::byte* tile) {
-  Planes planes = {};
-  for (int i = 0; i < band.n_planes; ++i) {
-    planes.p[i] = reinterpret_cast<const uint8_t*>(tile) + plane_offset_of(band, i);
-  }
-  return planes;
+// Written pointer by pointer: a 16-byte copy of 8-byte stores would wait for them to leave the store queue.
+HWY_INLINE void planes_of(const BandLayout& band, const std::byte* tile, Planes* out) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(tile);
+  out->p[0] = bytes + plane_offset_of(band, 0);
+  out->p[1] = bytes + plane_offset_of(band, 1);
+  out->p[2] = bytes + plane_offset_of(band, 2);
 }
 
 void unpack_band(const BandLayout& band, const std::byte* tile, int octets, uint8_t* out) {
-  const Planes planes = planes_of(band, tile);
+  Planes planes;
+  planes_of(band, tile, &planes);
   switch (band.bits) {
     case 2:
       return unpack<2>(planes, octets, out);
@@ -178,7 +177,7 @@ void unpack_band(const BandLayout& band, const std::byte* tile, int octets, uint
   }
 }
 
-// Stores the low bytes of integers that fit a byte.
+// Stores the low bytes of integers that fit a byte; `count` is 8 or at least the lanes.
 HWY_INLINE void bytes_to(I v, void* out, int count) {
 #if KVANT_AVX512
   const __m128i bytes = _mm512_cvtepi32_epi8(v.raw);
@@ -195,12 +194,33 @@ HWY_INLINE void bytes_to(I v, void* out, int count) {
 #endif
 }
 
-template <int kTermRows, int kVectors>
-HWY_INLINE void clear(Partial (&sum)[kTermRows][kVectors]) {
+// The same for four vectors in a row, a vector of bytes.
+HWY_INLINE void four_to_bytes(const I* v, void* out) {
+#if KVANT_AVX512
+  const __m512i low = _mm512_packs_epi32(v[0].raw, v[1].raw), high = _mm512_packs_epi32(v[2].raw, v[3].raw);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  // Values above 127 are unsigned: their low byte is kept by masking, not by signed saturation.
+  const __m512i mask = _mm512_set1_epi16(0xff);
+  const __m512i bytes = _mm512_packus_epi16(_mm512_and_si512(low, mask), _mm512_and_si512(high, mask));
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
+#elif KVANT_AVX2
+  const __m256i mask = _mm256_set1_epi16(0xff);
+  const __m256i low = _mm256_and_si256(_mm256_packs_epi32(v[0].raw, v[1].raw), mask);
+  const __m256i high = _mm256_and_si256(_mm256_packs_epi32(v[2].raw, v[3].raw), mask);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(static_cast<__m256i*>(out),
+                      _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
+#else
+  for (int i = 0; i < 4; ++i) bytes_to(v[i], static_cast<uint8_t*>(out) + i * kLanes, kLanes);
+#endif
+}
+
+template <class V, int kTermRows, int kVectors>
+HWY_INLINE void clear(V (&sum)[kTermRows][kVectors]) {
   KVANT_UNROLL
   for (int r = 0; r < kTermRows; ++r) {
     KVANT_UNROLL
-    for (int i = 0; i < kVectors; ++i) sum[r][i] = zero_partial();
+    for (int i = 0; i < kVectors; ++i) sum[r][i] = hn::Zero(hn::DFromV<V>());
   }
 }
 

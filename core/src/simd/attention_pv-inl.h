@@ -5,7 +5,7 @@ namespace {
 
 // Up to four rows of one band.
 struct ValueBlock {
-  Planes planes;
+  const Planes* planes;
   int channels;                 // of the band, padding excluded
   const float* channel_scale;   // [channels] or null
   const float* channel_centre;  // [channels] or null
@@ -23,11 +23,10 @@ HWY_INLINE Partial value_dot(Partial sum, Bytes weights, Bytes values) {
   return dot_step(sum, weights, values);
 }
 
-// Token quad kElement of an octet, for kVectors vectors of channels `vector_bytes` apart in each plane per
-// bit.
+// Token quad kElement of an octet, for kVectors vectors of channels.
 template <int kFormat, int kWidth, int kTermRows, int kVectors, int kElement>
 HWY_INLINE void value_quad(const Planes (&planes)[kVectors], const uint8_t* const* weights, int o,
-                           Partial (&sum)[kTermRows][kVectors], I (&total)[kTermRows][kVectors]) {
+                           Partial (&sum)[kTermRows][kVectors]) {
   Bytes v[kVectors];
   KVANT_UNROLL
   for (int i = 0; i < kVectors; ++i) v[i] = codes<kFormat, kElement>(planes[i]);
@@ -37,36 +36,38 @@ HWY_INLINE void value_quad(const Planes (&planes)[kVectors], const uint8_t* cons
     KVANT_UNROLL
     for (int i = 0; i < kVectors; ++i) sum[r][i] = value_dot<kWidth>(sum[r][i], w, v[i]);
   }
-  constexpr int kSteps = kDirectDot ? 1 << 20 : kValueStepsIn16Bits[kWidth];
-  if constexpr ((kElement + 1) % kSteps == 0 || (!kDirectDot && kElement == 7)) {
+}
+
+// An octet of token quads from kElement on.
+template <int kFormat, int kWidth, int kTermRows, int kVectors, int kElement = 0>
+HWY_INLINE void value_octet(const Planes (&planes)[kVectors], const uint8_t* const* weights, int o,
+                            Partial (&sum)[kTermRows][kVectors], I (&total)[kTermRows][kVectors]) {
+  value_quad<kFormat, kWidth, kTermRows, kVectors, kElement>(planes, weights, o, sum);
+  constexpr int kSteps = kValueStepsIn16Bits[kWidth];
+  if constexpr (!kDirectDot && ((kElement + 1) % kSteps == 0 || kElement == 7)) {
     fold_all(sum, total);
     clear(sum);
+  }
+  if constexpr (kElement < 7) {
+    value_octet<kFormat, kWidth, kTermRows, kVectors, kElement + 1>(planes, weights, o, sum, total);
   }
 }
 
 template <int kFormat, int kWidth, int kTermRows, int kVectors>
 HWY_INLINE void value_sums(Planes (&planes)[kVectors], const uint8_t* const* weights,
                            I (&total)[kTermRows][kVectors]) {
-  Partial sum[kTermRows][kVectors];
-  clear(sum);
-  KVANT_UNROLL
-  for (int r = 0; r < kTermRows; ++r) {
-    KVANT_UNROLL
-    for (int i = 0; i < kVectors; ++i) total[r][i] = hn::Zero(di);
-  }
+  clear(total);
   for (int o = 0; o < 2; ++o) {
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 0>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 1>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 2>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 3>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 4>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 5>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 6>(planes, weights, o, sum, total);
-    value_quad<kFormat, kWidth, kTermRows, kVectors, 7>(planes, weights, o, sum, total);
+    if constexpr (kDirectDot) {
+      value_octet<kFormat, kWidth, kTermRows, kVectors>(planes, weights, o, total, total);
+    } else {
+      Partial sum[kTermRows][kVectors];
+      clear(sum);
+      value_octet<kFormat, kWidth, kTermRows, kVectors>(planes, weights, o, sum, total);
+    }
     KVANT_UNROLL
     for (int i = 0; i < kVectors; ++i) planes[i] = advance<kFormat>(planes[i], 1);
   }
-  if constexpr (kDirectDot) fold_all(sum, total);
 }
 
 // acc of row r, channels c.. (`count` of them valid) += what `sum` stands for.
@@ -89,7 +90,7 @@ HWY_INLINE void value_vectors(const ValueBlock& block, int c) {
   Planes planes[kVectors];
   for (int i = 0; i < kVectors; ++i) {
     const int channel = c + i * kLanes;
-    planes[i] = move_bytes<kFormat>(advance<kFormat>(block.planes, channel / 16 * 2), channel % 16 * 4);
+    planes[i] = move_bytes<kFormat>(advance<kFormat>(*block.planes, channel / 16 * 2), channel % 16 * 4);
   }
   I total[kRows * kTerms][kVectors];
   value_sums<kFormat, kWidth, kRows * kTerms, kVectors>(planes, weights, total);
@@ -151,39 +152,76 @@ ValueBlockFunction value_block_function(int bits, bool unpacked, int rows) {
   }
 }
 
-struct WeightScale {
-  float factor;  // weight * token scale ~ factor * integer
-  float shift;   // -mid * factor * sum of integers
-};
-
-// Quantizes 64 weights times token scales into bytes (one term) or two terms of 64 bytes each.
-HWY_INLINE WeightScale quantize_weights(const float* w, const float* token_scale, bool two_terms, float mid,
-                                        uint8_t* out) {
-  F scaled[kTokenVectors];
-  F max_lanes = hn::Zero(df);
-  KVANT_UNROLL
-  for (int i = 0; i < kTokenVectors; ++i) {
-    scaled[i] = hn::Mul(load(w + i * kLanes), load(token_scale + i * kLanes));
-    max_lanes = hn::Max(max_lanes, scaled[i]);
-  }
-  const float max = max_of(max_lanes);
-  const float largest = two_terms ? kWeightMaxTwoTerms : kWeightMaxOneTerm;
-  const bool zero = max < kQuantizeFloor;
-  const F inverse = set(zero ? 0.0f : largest / max);
-  const float factor = zero ? 0.0f : max / largest;
+// Quantizes 64 weights times token scales of one row to bytes, or to two terms of 64 bytes each; returns the
+// sum of the integers per lane.
+template <int kTerms>
+HWY_INLINE I quantize_weight_row(const float* w, const float* token_scale, float inverse, uint8_t* out) {
   I sum = hn::Zero(di);
   KVANT_UNROLL
-  for (int i = 0; i < kTokenVectors; ++i) {
-    const I v = hn::NearestInt(hn::Mul(scaled[i], inverse));
-    sum = hn::Add(sum, v);
-    if (two_terms) {
-      bytes_to(hn::ShiftRight<6>(v), out + i * kLanes, kLanes);
-      bytes_to(hn::And(v, hn::Set(di, 63)), out + kPageTokens + i * kLanes, kLanes);
-    } else {
-      bytes_to(v, out + i * kLanes, kLanes);
+  for (int first = 0; first < kTokenVectors; first += 4) {
+    I v[4], low[4];
+    KVANT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int t = (first + i) * kLanes;
+      v[i] = round_to_int(hn::Mul(hn::Mul(load(w + t), load(token_scale + t)), set(inverse)));
+      sum = hn::Add(sum, v[i]);
+      if constexpr (kTerms == 2) {
+        low[i] = hn::And(v[i], hn::Set(di, 63));
+        v[i] = hn::ShiftRight<6>(v[i]);
+      }
+    }
+    four_to_bytes(v, out + first * kLanes);
+    if constexpr (kTerms == 2) four_to_bytes(low, out + kPageTokens + first * kLanes);
+  }
+  return sum;
+}
+
+// Weights of up to four rows for one band.
+struct BandWeights {
+  alignas(64) uint8_t bytes[4][2 * kPageTokens];
+  float factor[4];  // weight * token scale ~ factor * integer
+  float shift[4];   // what all channels of the band get: -mid * factor * sum of integers, and lows
+};
+
+template <int kRows, int kTerms>
+void quantize_weight_rows(const float* const* w, const float* token_scale, float mid, BandWeights* out) {
+  F max[kRows], sums[kRows];
+  KVANT_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    max[r] = hn::Zero(df);
+    KVANT_UNROLL
+    for (int i = 0; i < kTokenVectors; ++i) {
+      max[r] = hn::Max(max[r], hn::Mul(load(w[r] + i * kLanes), load(token_scale + i * kLanes)));
     }
   }
-  return {factor, -mid * static_cast<float>(sum_of(sum)) * factor};
+  const RowScales scales =
+      row_scales(reduce_rows<MaxLanes>(max), kTerms == 2 ? kWeightMaxTwoTerms : kWeightMaxOneTerm);
+  KVANT_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    sums[r] =
+        hn::ConvertTo(df, quantize_weight_row<kTerms>(w[r], token_scale, scales.inverse[r], out->bytes[r]));
+  }
+  // Integers up to 4095 * 64, which floats hold exactly.
+  const D4 d4;
+  const F4 factor = hn::Load(d4, scales.scale);
+  hn::StoreU(factor, d4, out->factor);
+  hn::StoreU(hn::Mul(hn::Mul(hn::Set(d4, -mid), reduce_rows<AddLanes>(sums)), factor), d4, out->shift);
+}
+
+using QuantizeWeights = void (*)(const float* const* w, const float* token_scale, float mid,
+                                 BandWeights* out);
+
+HWY_INLINE QuantizeWeights quantize_weights_function(int rows, bool two_terms) {
+  switch (rows) {
+    case 1:
+      return two_terms ? quantize_weight_rows<1, 2> : quantize_weight_rows<1, 1>;
+    case 2:
+      return two_terms ? quantize_weight_rows<2, 2> : quantize_weight_rows<2, 1>;
+    case 3:
+      return two_terms ? quantize_weight_rows<3, 2> : quantize_weight_rows<3, 1>;
+    default:
+      return two_terms ? quantize_weight_rows<4, 2> : quantize_weight_rows<4, 1>;
+  }
 }
 
 HWY_INLINE float weighted_lows(const float* w, const float* token_low) {
@@ -192,53 +230,87 @@ HWY_INLINE float weighted_lows(const float* w, const float* token_low) {
   return sum_of(sum);
 }
 
-struct ValueBandInput {
-  const float* channel_scale;
-  const float* channel_centre;
-  const float* weights;
-  const float* weight_sum;  // per row; valid with channel_centre
-  float* acc;
-  std::byte* workspace;
-};
+HWY_INLINE float sum_of_weights(const float* w) {
+  F sum = hn::Zero(df);
+  for (int t = 0; t < kPageTokens; t += kLanes) sum = hn::Add(sum, load(w + t));
+  return sum_of(sum);
+}
 
-void pv_band(const TileLayout& layout, int b, const std::byte* tile, const LiveRows& live,
-             const ValueBandInput& in) {
-  const BandLayout& band = bands_of(layout)[b];
-  const bool two_terms = band.bits >= kTwoTermBits;
-  const int groups = band.stored_channels / 16;
-  ValueBlock block;
-  block.channels = band.channels;
-  block.planes = planes_of(band, tile);
-  block.channel_scale = in.channel_scale == nullptr ? nullptr : in.channel_scale + band.first_channel;
-  block.channel_centre = in.channel_centre == nullptr ? nullptr : in.channel_centre + band.first_channel;
-  uint8_t* quantized = reinterpret_cast<uint8_t*>(in.workspace);
-  const bool unpacked = live.count > kUnpackRows && band.bits != 8;
-  if (unpacked) {
-    unpack_band(band, tile, groups * 2, quantized);
-    block.planes.p[0] = quantized;
-    quantized += band.stored_channels * kPageTokens;
-  }
+// What all rows of a call share for one band.
+struct ValueBand {
+  int bits;
+  int first_channel;
+  int channels;
+  bool unpacked;
+  float mid;
+  Planes planes;
   alignas(64) float token_scale[kPageTokens];
   alignas(64) float token_low[kPageTokens];
-  expand_token_scales(layout, band, tile, token_scale);
-  if (has_token_low(layout)) expand_token_lows(band, tile, token_low);
-  const int per_block = rows_per_block(band.bits);
-  const float mid = mid_of(layout, band.bits);
-  for (int first = 0; first < live.count; first += per_block) {
-    const int rows = live.count - first < per_block ? live.count - first : per_block;
-    for (int i = 0; i < rows; ++i) {
-      const int r = live.row[first + i];
-      const float* w = in.weights + static_cast<size_t>(r) * kPageTokens;
-      uint8_t* out = quantized + i * 2 * kPageTokens;
-      const WeightScale scale = quantize_weights(w, token_scale, two_terms, mid, out);
-      block.weights[i] = out;
-      block.factor[i] = scale.factor;
-      block.shift[i] = scale.shift;
-      if (has_token_low(layout)) block.shift[i] += weighted_lows(w, token_low);
-      block.weight_sum[i] = in.weight_sum[r];
-      block.acc[i] = in.acc + static_cast<size_t>(r) * layout.head_dim + band.first_channel;
+};
+
+struct ValueTile {
+  int n_bands;
+  int head_dim;
+  bool token_lows;
+  const float* channel_scale;   // [head_dim] or null
+  const float* channel_centre;  // [head_dim] or null
+  ValueBand bands[kMaxBands];
+};
+
+void open_bands(const TileLayout& layout, const std::byte* tile, bool unpack, std::byte* workspace,
+                ValueTile* out) {
+  uint8_t* unpacked = reinterpret_cast<uint8_t*>(workspace);
+  for (int b = 0; b < layout.n_bands; ++b) {
+    const BandLayout& band = bands_of(layout)[b];
+    ValueBand& shared = out->bands[b];
+    shared.bits = band.bits;
+    shared.first_channel = band.first_channel;
+    shared.channels = band.channels;
+    shared.mid = mid_of(layout, band.bits);
+    planes_of(band, tile, &shared.planes);
+    shared.unpacked = unpack && band.bits != 8;
+    if (shared.unpacked) {
+      unpack_band(band, tile, band.stored_channels / 8, unpacked);
+      shared.planes.p[0] = unpacked;
+      unpacked += band.stored_channels * kPageTokens;
     }
-    value_block_function(band.bits, unpacked, rows)(block);
+    expand_token_scales(layout, band, tile, shared.token_scale);
+    if (out->token_lows) expand_token_lows(band, tile, shared.token_low);
+  }
+}
+
+// Adds the tile to the accumulators of up to four rows. The weights of all bands are quantized first: the
+// latency of one band's maximum then hides behind the others.
+void pv_row_block(const ValueTile& tile, const float* const* w, float* const* acc, int rows) {
+  BandWeights weights[kMaxBands];
+  float weight_sum[4] = {};
+  for (int r = 0; tile.channel_centre != nullptr && r < rows; ++r) weight_sum[r] = sum_of_weights(w[r]);
+  for (int b = 0; b < tile.n_bands; ++b) {
+    const ValueBand& band = tile.bands[b];
+    quantize_weights_function(rows, band.bits >= kTwoTermBits)(w, band.token_scale, band.mid, &weights[b]);
+    for (int r = 0; tile.token_lows && r < rows; ++r)
+      weights[b].shift[r] += weighted_lows(w[r], band.token_low);
+  }
+  for (int b = 0; b < tile.n_bands; ++b) {
+    const ValueBand& band = tile.bands[b];
+    ValueBlock block;
+    block.channels = band.channels;
+    block.planes = &band.planes;
+    block.channel_scale = tile.channel_scale == nullptr ? nullptr : tile.channel_scale + band.first_channel;
+    block.channel_centre =
+        tile.channel_centre == nullptr ? nullptr : tile.channel_centre + band.first_channel;
+    const int per_block = rows_per_block(band.bits);
+    for (int first = 0; first < rows; first += per_block) {
+      const int count = rows - first < per_block ? rows - first : per_block;
+      for (int i = 0; i < count; ++i) {
+        block.weights[i] = weights[b].bytes[first + i];
+        block.factor[i] = weights[b].factor[first + i];
+        block.shift[i] = weights[b].shift[first + i];
+        block.weight_sum[i] = weight_sum[first + i];
+        block.acc[i] = acc[first + i] + band.first_channel;
+      }
+      value_block_function(band.bits, band.unpacked, count)(block);
+    }
   }
 }
 
@@ -246,27 +318,28 @@ void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weigh
              const uint64_t* live, float* acc, std::byte* workspace) {
   LiveRows live_rows;
   find_live_rows(live, rows, &live_rows);
+  if (live_rows.count == 0) return;
   alignas(64) float channel_scale[kMaxHeadDim + kLanes];
   alignas(64) float channel_centre[kMaxHeadDim + kLanes];
-  float weight_sum[kMaxRows];
-  ValueBandInput in = {nullptr, nullptr, weights, weight_sum, acc, workspace};
-  if (layout.channel_scale) {
-    expand_channel_scales(layout, tile, channel_scale);
-    in.channel_scale = channel_scale;
+  if (layout.channel_scale) expand_channel_scales(layout, tile, channel_scale);
+  if (layout.channel_centre) expand_channel_centres(layout, tile, channel_centre);
+  ValueTile shared;
+  shared.n_bands = layout.n_bands;
+  shared.head_dim = layout.head_dim;
+  shared.token_lows = has_token_low(layout);
+  shared.channel_scale = layout.channel_scale ? channel_scale : nullptr;
+  shared.channel_centre = layout.channel_centre ? channel_centre : nullptr;
+  open_bands(layout, tile, live_rows.count > kUnpackRows, workspace, &shared);
+  for (int first = 0; first < live_rows.count; first += 4) {
+    const int count = live_rows.count - first < 4 ? live_rows.count - first : 4;
+    const float* w[4];
+    float* out[4];
+    for (int i = 0; i < count; ++i) {
+      w[i] = weights + static_cast<size_t>(live_rows.row[first + i]) * kPageTokens;
+      out[i] = acc + static_cast<size_t>(live_rows.row[first + i]) * layout.head_dim;
+    }
+    pv_row_block(shared, w, out, count);
   }
-  if (layout.channel_centre) {
-    expand_channel_centres(layout, tile, channel_centre);
-    in.channel_centre = channel_centre;
-  }
-  for (int i = 0; i < live_rows.count; ++i) {
-    const int r = live_rows.row[i];
-    weight_sum[r] = 0.0f;
-    if (!layout.channel_centre) continue;
-    F sum = hn::Zero(df);
-    for (int t = 0; t < kPageTokens; t += kLanes) sum = hn::Add(sum, load(weights + r * kPageTokens + t));
-    weight_sum[r] = sum_of(sum);
-  }
-  for (int b = 0; b < layout.n_bands; ++b) pv_band(layout, b, tile, live_rows, in);
 }
 
 }  // namespace

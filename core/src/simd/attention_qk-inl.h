@@ -3,31 +3,37 @@ HWY_BEFORE_NAMESPACE();
 namespace kvant::simd::KVANT_TARGET {
 namespace {
 
-// Quantizes band.channels floats of one row, times `channel_scale` unless null.
-void quantize_query(const TileLayout& layout, int b, int r, const float* x, const float* channel_scale,
-                    const PreparedQueries& q) {
-  const BandLayout& band = bands_of(layout)[b];
-  const int channels = band.channels;
-  const bool two_terms = q.terms[b] == 2;
-  int8_t* out = q.q8 + q.band_offset[b] + static_cast<size_t>(r) * q.terms[b] * channels;
-  float scaled[kMaxHeadDim + kLanes];
-  F amax_lanes = hn::Zero(df);
-  for (int c = 0; c < channels; c += kLanes) {
-    F v = lanes_from(x + c, channels - c);
-    if (channel_scale != nullptr) v = hn::Mul(v, lanes_from(channel_scale + c, channels - c));
-    store(v, scaled + c);
-    amax_lanes = hn::Max(amax_lanes, hn::Abs(v));
-  }
-  const float amax = max_of(amax_lanes);
-  const float largest = two_terms ? kQueryMaxTwoTerms : kQueryMaxOneTerm;
-  const bool zero = amax < kQuantizeFloor;
-  const F inverse = set(zero ? 0.0f : largest / amax);
-  const float scale = zero ? 0.0f : amax / largest;
+// Up to four rows of queries.
+struct QueryRows {
+  int count;
+  int row[4];
+};
+
+// Rounds `channels` floats times `inverse` to integers, stores their terms and returns their sum per lane.
+template <int kTerms>
+HWY_INLINE I quantize_row(const float* x, int channels, float inverse, int8_t* out) {
   I sum = hn::Zero(di);
-  for (int c = 0; c < channels; c += kLanes) {
-    const I v = hn::NearestInt(hn::Mul(load(scaled + c), inverse));
+  const F factor = set(inverse);
+  int c = 0;
+  for (; c + 4 * kLanes <= channels; c += 4 * kLanes) {
+    I v[4], rest[4];
+    KVANT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      v[i] = round_to_int(hn::Mul(load(x + c + i * kLanes), factor));
+      sum = hn::Add(sum, v[i]);
+      if constexpr (kTerms == 2) {
+        const I hi = hn::ShiftRight<6>(hn::Add(v[i], hn::Set(di, 32)));
+        rest[i] = hn::Sub(v[i], hn::ShiftLeft<6>(hi));
+        v[i] = hi;
+      }
+    }
+    four_to_bytes(v, out + c);
+    if constexpr (kTerms == 2) four_to_bytes(rest, out + channels + c);
+  }
+  for (; c < channels; c += kLanes) {
+    const I v = round_to_int(hn::Mul(load(x + c), factor));
     sum = hn::Add(sum, v);
-    if (two_terms) {
+    if constexpr (kTerms == 2) {
       const I hi = hn::ShiftRight<6>(hn::Add(v, hn::Set(di, 32)));
       bytes_to(hi, out + c, channels - c);
       bytes_to(hn::Sub(v, hn::ShiftLeft<6>(hi)), out + channels + c, channels - c);
@@ -35,8 +41,65 @@ void quantize_query(const TileLayout& layout, int b, int r, const float* x, cons
       bytes_to(v, out + c, channels - c);
     }
   }
-  q.scale[b * q.rows + r] = scale;
-  q.offset[b * q.rows + r] = -mid_of(layout, band.bits) * static_cast<float>(sum_of(sum)) * scale;
+  return sum;
+}
+
+// Quantizes band b of kRows rows, times `channel_scale` (of the whole head) unless null.
+template <int kRows>
+void quantize_query_rows(const TileLayout& layout, int b, const int* row, const float* channel_scale,
+                         const PreparedQueries& q) {
+  const BandLayout& band = bands_of(layout)[b];
+  const int channels = band.channels;
+  alignas(64) float scaled[kRows][kMaxHeadDim + kLanes];
+  const float* x[kRows];
+  F amax[kRows], sums[kRows];
+  KVANT_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    x[i] = q.q + static_cast<size_t>(row[i]) * layout.head_dim + band.first_channel;
+    amax[i] = hn::Zero(df);
+  }
+  for (int c = 0; c < channels; c += kLanes) {
+    const F scale = channel_scale != nullptr ? load(channel_scale + band.first_channel + c) : set(1.0f);
+    KVANT_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const F v = hn::Mul(lanes_from(x[i] + c, channels - c), scale);
+      store(v, scaled[i] + c);
+      amax[i] = hn::Max(amax[i], hn::Abs(v));
+    }
+  }
+  const bool two_terms = q.terms[b] == 2;
+  const RowScales scales =
+      row_scales(reduce_rows<MaxLanes>(amax), two_terms ? kQueryMaxTwoTerms : kQueryMaxOneTerm);
+  KVANT_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    int8_t* out = q.q8 + q.band_offset[b] + static_cast<size_t>(row[i]) * q.terms[b] * channels;
+    const I sum = two_terms ? quantize_row<2>(scaled[i], channels, scales.inverse[i], out)
+                            : quantize_row<1>(scaled[i], channels, scales.inverse[i], out);
+    sums[i] = hn::ConvertTo(df, sum);
+  }
+  // At most 4063 * 256: integers that floats hold exactly.
+  alignas(16) float sum[4];
+  hn::Store(reduce_rows<AddLanes>(sums), D4(), sum);
+  KVANT_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const int at = b * q.rows + row[i];
+    q.scale[at] = scales.scale[i];
+    q.offset[at] = -mid_of(layout, band.bits) * sum[i] * scales.scale[i];
+  }
+}
+
+void quantize_queries(const TileLayout& layout, int b, const QueryRows& rows, const float* channel_scale,
+                      const PreparedQueries& q) {
+  switch (rows.count) {
+    case 1:
+      return quantize_query_rows<1>(layout, b, rows.row, channel_scale, q);
+    case 2:
+      return quantize_query_rows<2>(layout, b, rows.row, channel_scale, q);
+    case 3:
+      return quantize_query_rows<3>(layout, b, rows.row, channel_scale, q);
+    default:
+      return quantize_query_rows<4>(layout, b, rows.row, channel_scale, q);
+  }
 }
 
 void prepare_queries(const TileLayout& layout, const float* q, int rows, PreparedQueries* out) {
@@ -50,7 +113,10 @@ void prepare_queries(const TileLayout& layout, const float* q, int rows, Prepare
       for (int c = 0; c < band.channels; c += kLanes)
         sum = hn::Add(sum, lanes_from(x + c, band.channels - c));
       out->q_sum[b * rows + r] = sum_of(sum);
-      if (!layout.channel_scale) quantize_query(layout, b, r, x, nullptr, *out);
+    }
+    for (int r = 0; !layout.channel_scale && r < rows; r += 4) {
+      const QueryRows block = {rows - r < 4 ? rows - r : 4, {r, r + 1, r + 2, r + 3}};
+      quantize_queries(layout, b, block, nullptr, *out);
     }
   }
 }
@@ -90,26 +156,31 @@ HWY_INLINE void key_quad(const Planes& planes, const int8_t* const* q, int o,
 // Integer sums over all channels of the band for kGroups vectors of tokens.
 template <int kFormat, int kWidth, int kTermRows, int kGroups, int kGroup>
 HWY_INLINE void key_sums(Planes planes, int octets, const int8_t* const* q, I (&total)[kTermRows][kGroups]) {
-  constexpr int kSteps = kDirectDot ? 1 << 20 : kKeyStepsIn16Bits[kWidth];
-  Partial sum[kTermRows][kGroups];
-  KVANT_UNROLL
-  for (int r = 0; r < kTermRows; ++r) {
-    KVANT_UNROLL
-    for (int g = 0; g < kGroups; ++g) total[r][g] = hn::Zero(di);
-  }
-  for (int o = 0; o < octets;) {
-    const int end = kSteps / 2 >= octets - o ? octets : o + (kSteps > 1 ? kSteps / 2 : 1);
-    clear(sum);
-    for (; o < end; ++o) {
-      key_quad<kFormat, kTermRows, kGroups, 0, kGroup>(planes, q, o, sum);
-      if constexpr (kSteps == 1) {
-        fold_all(sum, total);
-        clear(sum);
-      }
-      key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, sum);
+  clear(total);
+  if constexpr (kDirectDot) {
+    for (int o = 0; o < octets; ++o) {
+      key_quad<kFormat, kTermRows, kGroups, 0, kGroup>(planes, q, o, total);
+      key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, total);
       planes = advance<kFormat>(planes, 1);
     }
-    fold_all(sum, total);
+  } else {
+    constexpr int kSteps = kKeyStepsIn16Bits[kWidth];
+    for (int o = 0; o < octets;) {
+      const int run = kSteps > 1 ? kSteps / 2 : 1;
+      const int end = run < octets - o ? o + run : octets;
+      Partial sum[kTermRows][kGroups];
+      clear(sum);
+      for (; o < end; ++o) {
+        key_quad<kFormat, kTermRows, kGroups, 0, kGroup>(planes, q, o, sum);
+        if constexpr (kSteps == 1) {
+          fold_all(sum, total);
+          clear(sum);
+        }
+        key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, sum);
+        planes = advance<kFormat>(planes, 1);
+      }
+      fold_all(sum, total);
+    }
   }
 }
 
@@ -206,7 +277,7 @@ void qk_band(const TileLayout& layout, int b, const std::byte* tile, const Prepa
   alignas(64) float token_low[kPageTokens];
   KeyBlock block;
   block.octets = band.channels / 8;
-  block.planes = planes_of(band, tile);
+  planes_of(band, tile, &block.planes);
   const bool unpacked = live.count > kUnpackRows && band.bits != 8;
   if (unpacked) {
     unpack_band(band, tile, block.octets, unpacked_codes);
@@ -234,11 +305,31 @@ void qk_band(const TileLayout& layout, int b, const std::byte* tile, const Prepa
   }
 }
 
-float dot_floats(const float* a, const float* b, int n) {
-  F sum = hn::Zero(df);
-  for (int c = 0; c < n; c += kLanes)
-    sum = hn::MulAdd(lanes_from(a + c, n - c), lanes_from(b + c, n - c), sum);
-  return sum_of(sum);
+// What a tile adds to all logits of a row: base, and q . centre.
+template <int kRows>
+void start_logits(const TileLayout& layout, const int* row, const float* q, const float* channel_centre,
+                  const float* base, float* logits) {
+  alignas(16) float start[4] = {};
+  if (channel_centre != nullptr) {
+    F dot[kRows];
+    KVANT_UNROLL
+    for (int i = 0; i < kRows; ++i) dot[i] = hn::Zero(df);
+    for (int c = 0; c < layout.head_dim; c += kLanes) {
+      const F centre = load(channel_centre + c);
+      KVANT_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const float* x = q + static_cast<size_t>(row[i]) * layout.head_dim + c;
+        dot[i] = hn::MulAdd(lanes_from(x, layout.head_dim - c), centre, dot[i]);
+      }
+    }
+    hn::Store(reduce_rows<AddLanes>(dot), D4(), start);
+  }
+  KVANT_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    float* out = logits + static_cast<size_t>(row[i]) * kPageTokens;
+    const F value = set(base[row[i]] + start[i]);
+    for (int t = 0; t < kPageTokens; t += kLanes) store(value, out + t);
+  }
 }
 
 void qk_tile(const TileLayout& layout, const std::byte* tile, const PreparedQueries& q, const float* base,
@@ -249,15 +340,27 @@ void qk_tile(const TileLayout& layout, const std::byte* tile, const PreparedQuer
   alignas(64) float channel_centre[kMaxHeadDim + kLanes];
   if (layout.channel_scale) expand_channel_scales(layout, tile, channel_scale);
   if (layout.channel_centre) expand_channel_centres(layout, tile, channel_centre);
-  for (int i = 0; i < live_rows.count; ++i) {
-    const int r = live_rows.row[i];
-    const float* x = q.q + static_cast<size_t>(r) * layout.head_dim;
-    float start = base[r];
-    if (layout.channel_centre) start += dot_floats(x, channel_centre, layout.head_dim);
-    for (int t = 0; t < kPageTokens; t += kLanes) store(set(start), logits + r * kPageTokens + t);
+  for (int first = 0; first < live_rows.count; first += 4) {
+    QueryRows rows;
+    rows.count = live_rows.count - first < 4 ? live_rows.count - first : 4;
+    for (int i = 0; i < rows.count; ++i) rows.row[i] = live_rows.row[first + i];
+    const float* centre = layout.channel_centre ? channel_centre : nullptr;
+    switch (rows.count) {
+      case 1:
+        start_logits<1>(layout, rows.row, q.q, centre, base, logits);
+        break;
+      case 2:
+        start_logits<2>(layout, rows.row, q.q, centre, base, logits);
+        break;
+      case 3:
+        start_logits<3>(layout, rows.row, q.q, centre, base, logits);
+        break;
+      default:
+        start_logits<4>(layout, rows.row, q.q, centre, base, logits);
+        break;
+    }
     for (int b = 0; layout.channel_scale && b < layout.n_bands; ++b) {
-      const int first = bands_of(layout)[b].first_channel;
-      quantize_query(layout, b, r, x + first, channel_scale + first, q);
+      quantize_queries(layout, b, rows, channel_scale, q);
     }
   }
   for (int b = 0; b < layout.n_bands; ++b) qk_band(layout, b, tile, q, live_rows, logits);

@@ -49,24 +49,6 @@ void convert_page(const typename Rows::Element* x, size_t stride, int count, int
   }
 }
 
-// Sums of the lanes of four vectors, always by the same tree: halves are added until four lanes are left.
-template <class V>
-HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> sum_four(V a, V b, V c, V d) {
-  using D = hn::DFromV<V>;
-  if constexpr (hn::MaxLanes(D()) > 4) {
-    const hn::Half<D> half;
-    return sum_four(hn::Add(hn::LowerHalf(half, a), hn::UpperHalf(half, a)),
-                    hn::Add(hn::LowerHalf(half, b), hn::UpperHalf(half, b)),
-                    hn::Add(hn::LowerHalf(half, c), hn::UpperHalf(half, c)),
-                    hn::Add(hn::LowerHalf(half, d), hn::UpperHalf(half, d)));
-  } else {
-    const D d4;
-    const V ab = hn::Add(hn::InterleaveLower(d4, a, b), hn::InterleaveUpper(d4, a, b));
-    const V cd = hn::Add(hn::InterleaveLower(d4, c, d), hn::InterleaveUpper(d4, c, d));
-    return hn::Add(hn::ConcatLowerLower(d4, cd, ab), hn::ConcatUpperUpper(d4, cd, ab));
-  }
-}
-
 // Scores of four tokens for kRows rows: lanes are channels.
 template <class Rows, int kRows>
 HWY_INLINE void four_scores(const typename Rows::Element* const* k, const float* const* q, int dim,
@@ -93,8 +75,7 @@ HWY_INLINE void four_scores(const typename Rows::Element* const* k, const float*
   if (c < dim) step(c, dim - c);
   KVANT_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    const hn::CappedTag<float, 4> d4;
-    hn::StoreU(sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]), d4, logits[r] + t);
+    hn::StoreU(reduce_four<AddLanes>(sum[r][0], sum[r][1], sum[r][2], sum[r][3]), D4(), logits[r] + t);
   }
 }
 

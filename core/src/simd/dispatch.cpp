@@ -86,14 +86,10 @@ void place_prepared_queries(const TileLayout& key_layout, int rows, std::byte* m
 }
 
 size_t pv_workspace_bytes(const TileLayout& value_layout, int rows) {
-  size_t widest = 0;
-  for (int b = 0; b < value_layout.n_bands; ++b) {
-    const size_t stored = static_cast<size_t>(value_layout.bands[b].stored_channels);
-    widest = stored > widest ? stored : widest;
-  }
-  const size_t codes = widest * kPageTokens;
-  const size_t weights = static_cast<size_t>(rows) * 2 * kPageTokens;
-  return codes + weights;
+  (void)rows;
+  size_t stored = 0;
+  for (int b = 0; b < value_layout.n_bands; ++b) stored += value_layout.bands[b].stored_channels;
+  return stored * kPageTokens;
 }
 
 const KernelTable& kernels() {
