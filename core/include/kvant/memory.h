@@ -15,7 +15,8 @@ inline constexpr int kUses = 4;
 
 // Thread safe. Counts the bytes asked for (each request is a multiple of 64 bytes by construction of its
 // callers, else it is rounded up and counted so). Refuses, without side effects, what would pass the limit.
-// Freed bytes are given back at once; `poison` fills fresh memory with a byte to expose reads of
+// Requests of one size lie back to back in mapped slabs: a process grows by what is counted, not by what a
+// general allocator adds around it. Freed bytes are given back to the system at once; `poison` fills fresh memory with a byte to expose reads of
 // unwritten memory in tests.
 class MemoryPool {
  public:
@@ -23,8 +24,8 @@ class MemoryPool {
     size_t limit_bytes = SIZE_MAX;
     int poison = -1;  // 0..255: fill fresh memory with this byte; -1: leave as it comes
   };
-  MemoryPool() = default;
-  explicit MemoryPool(const Options& options) : options_(options) {}
+  MemoryPool();
+  explicit MemoryPool(const Options& options);
   ~MemoryPool();
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
@@ -40,6 +41,7 @@ class MemoryPool {
 
  private:
   Options options_;
+  std::unique_ptr<class SlabHeap> heap_;
   std::atomic<size_t> used_[kUses] = {};
   std::atomic<size_t> total_{0};
   std::atomic<size_t> peak_{0};

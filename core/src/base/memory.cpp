@@ -1,13 +1,16 @@
 #include "kvant/memory.h"
 
 #include <cassert>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
+#include "base/slab_heap.h"
 #include "kvant/types.h"
 
 namespace kvant {
+
+MemoryPool::MemoryPool() : MemoryPool(Options()) {}
+MemoryPool::MemoryPool(const Options& options) : options_(options), heap_(std::make_unique<SlabHeap>()) {}
 
 MemoryPool::~MemoryPool() { assert(total_bytes() == 0); }
 
@@ -21,7 +24,7 @@ void* MemoryPool::allocate(size_t bytes, Use use) {
   do {
     if (before > options_.limit_bytes || rounded > options_.limit_bytes - before) return nullptr;
   } while (!total_.compare_exchange_weak(before, before + rounded, std::memory_order_relaxed));
-  void* p = std::aligned_alloc(kTileAlign, rounded);
+  void* p = heap_->allocate(rounded);
   if (p == nullptr) {
     total_.fetch_sub(rounded, std::memory_order_relaxed);
     return nullptr;
@@ -38,7 +41,7 @@ void* MemoryPool::allocate(size_t bytes, Use use) {
 void MemoryPool::release(void* p, size_t bytes, Use use) {
   if (p == nullptr) return;
   const size_t rounded = align_up(bytes == 0 ? 1 : bytes, kTileAlign);
-  std::free(p);
+  heap_->release(p, rounded);
   used_[static_cast<int>(use)].fetch_sub(rounded, std::memory_order_relaxed);
   total_.fetch_sub(rounded, std::memory_order_relaxed);
 }
