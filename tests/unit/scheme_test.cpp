@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <set>
+#include <sstream>
 
 #include "kvant/format.h"
 
@@ -26,7 +28,7 @@ std::string refusal(std::string_view text) {
 
 TEST(Scheme, RegisteredNames) {
   EXPECT_TRUE(must_parse("exact").exact());
-  EXPECT_EQ(to_string(must_parse("kv4")), "k=c4,v=t4,w=128,s=16,kx=auto,vx=auto");
+  EXPECT_EQ(to_string(must_parse("kv4")), "k=c4a,v=t4,w=128,s=16,kx=auto,vx=auto");
   EXPECT_EQ(to_string(must_parse("kv4", true)), "k=t6-4-3-3,v=t4-4-3-3,w=128,s=16,kx=auto,vx=auto");
   EXPECT_EQ(must_parse("kv4", true).name, "kv4");
   std::set<std::string_view> names;
@@ -64,11 +66,24 @@ TEST(Scheme, NamesKeepTheirBits) {
   }
 }
 
+TEST(Scheme, DocsListTheRegisteredDefinitions) {
+  std::ifstream in(std::string(KVANT_SOURCE_DIR) + "/docs/formats.md");
+  std::stringstream text;
+  text << in.rdbuf();
+  for (const RegisteredScheme& registered : registered_schemes()) {
+    const std::string calibrated =
+        registered.calibrated.empty() ? "the same" : "`" + std::string(registered.calibrated) + "`";
+    const std::string row = "| `" + std::string(registered.name) + "` | `" + std::string(registered.plain) +
+                            "` | " + calibrated + " |\n";
+    EXPECT_NE(text.str().find(row), std::string::npos) << "docs/formats.md should have the row\n" << row;
+  }
+}
+
 TEST(Scheme, FieldsOverrideRegisteredNames) {
   const Scheme scheme = must_parse("kv4,w=256,kx=none");
   EXPECT_EQ(scheme.window, 256);
   EXPECT_EQ(scheme.sinks, 16);
-  EXPECT_EQ(scheme.key_format, "c4");
+  EXPECT_EQ(scheme.key_format, "c4a");
   EXPECT_EQ(scheme.key_transform, TransformChoice::kIdentity);
   EXPECT_EQ(scheme.value_transform, TransformChoice::kAuto);
   EXPECT_EQ(scheme.name, "kv4,w=256,kx=none");

@@ -21,50 +21,95 @@ struct EncodeBody {
   static constexpr int kLanes = V::kLanes;
   static constexpr int kGroups = 16 / kLanes;  // vectors per 16 channels
 
-  // Full vectors, then half a vector where 16 lanes meet a multiple of 8.
-  template <int kVectors>
-  static void matvec_columns(const float* m, const float* x, float* y, int dim) {
-    F sum[kVectors];
-    for (int v = 0; v < kVectors; ++v) sum[v] = V::set1(0.0f);
+  // Each row has its own sums in the same order, whatever kRows is; several rows share the loads of the
+  // matrix.
+  template <int kVectors, int kRows>
+  static void matvec_block(const float* m, const float* x, float* y, int dim) {
+    F sum[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = V::set1(0.0f);
+    }
     for (int j = 0; j < dim; ++j) {
-      const F xj = V::set1(x[j]);
       const float* column = m + static_cast<size_t>(j) * dim;
       for (int v = 0; v < kVectors; ++v) {
-        sum[v] = V::add(sum[v], V::mul(V::load(column + v * kLanes), xj));
-      }
-    }
-    for (int v = 0; v < kVectors; ++v) V::store(y + v * kLanes, sum[v]);
-  }
-
-  static void matvec(const float* m, const float* x, float* y, int dim, int rows) {
-    for (int r = 0; r < rows; ++r, x += dim, y += dim) {
-      int i = 0;
-      for (; i + 8 * kLanes <= dim; i += 8 * kLanes) matvec_columns<8>(m + i, x, y + i, dim);
-      for (; i + 2 * kLanes <= dim; i += 2 * kLanes) matvec_columns<2>(m + i, x, y + i, dim);
-      for (; i + kLanes <= dim; i += kLanes) matvec_columns<1>(m + i, x, y + i, dim);
-      if constexpr (kLanes == 16) {
-        if (i < dim) {
-          F sum = V::set1(0.0f);
-          for (int j = 0; j < dim; ++j) {
-            sum = V::add(sum, V::mul(V::load_half(m + static_cast<size_t>(j) * dim + i), V::set1(x[j])));
-          }
-          V::store_half(y + i, sum);
+        const F element = V::load(column + v * kLanes);
+        for (int r = 0; r < kRows; ++r) {
+          sum[r][v] = V::add(sum[r][v], V::mul(element, V::set1(x[r * dim + j])));
         }
       }
     }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) V::store(y + r * dim + v * kLanes, sum[r][v]);
+    }
   }
 
-  static void hadamard_by_factor(float* x, int factor, int n) {
-    const float* h = hadamard_matrix(factor);
-    float out[kMaxHeadDim];
-    for (int i = 0; i < factor * n; ++i) out[i] = 0.0f;
-    for (int i = 0; i < factor; ++i) {
-      for (int j = 0; j < factor; ++j) {
-        const float sign = h[i * factor + j];
-        for (int a = 0; a < n; ++a) out[i * n + a] = out[i * n + a] + sign * x[j * n + a];
+  // Full vectors, then half a vector where 16 lanes meet a multiple of 8.
+  template <int kRows>
+  static void matvec_rows(const float* m, const float* x, float* y, int dim) {
+    constexpr int kWide = 8 / kRows;  // 8 sums hide the latency of an addition
+    int i = 0;
+    for (; i + kWide * kLanes <= dim; i += kWide * kLanes) matvec_block<kWide, kRows>(m + i, x, y + i, dim);
+    for (; i + 4 * kLanes <= dim; i += 4 * kLanes) matvec_block<4, kRows>(m + i, x, y + i, dim);
+    for (; i + kLanes <= dim; i += kLanes) matvec_block<1, kRows>(m + i, x, y + i, dim);
+    if constexpr (kLanes == 16) {
+      if (i == dim) return;
+      for (int r = 0; r < kRows; ++r) {
+        F sum = V::set1(0.0f);
+        for (int j = 0; j < dim; ++j) {
+          const F element = V::load_half(m + static_cast<size_t>(j) * dim + i);
+          sum = V::add(sum, V::mul(element, V::set1(x[r * dim + j])));
+        }
+        V::store_half(y + r * dim + i, sum);
       }
     }
-    for (int i = 0; i < factor * n; ++i) x[i] = out[i];
+  }
+
+  static void matvec(const float* m, const float* x, float* y, int dim, int rows) {
+    int r = 0;
+    if constexpr (kLanes == 1) {  // by columns, so that the matrix is read in order
+      for (; r < rows; ++r, x += dim, y += dim) {
+        for (int i = 0; i < dim; ++i) y[i] = 0.0f;
+        for (int j = 0; j < dim; ++j) {
+          for (int i = 0; i < dim; ++i) y[i] = y[i] + m[j * dim + i] * x[j];
+        }
+      }
+    } else {
+      for (; r + 4 <= rows; r += 4) matvec_rows<4>(m, x + r * dim, y + r * dim, dim);
+      for (; r + 2 <= rows; r += 2) matvec_rows<2>(m, x + r * dim, y + r * dim, dim);
+      for (; r < rows; ++r) matvec_rows<1>(m, x + r * dim, y + r * dim, dim);
+    }
+  }
+
+  // out[i] = sum_j h[i][j] * x[j] over vectors of kN channels, j ascending.
+  template <int kN>
+  static void hadamard_by_factor(float* x, int factor) {
+    const float* h = hadamard_matrix(factor);
+    float in[28 * kN];
+    for (int i = 0; i < factor * kN; ++i) in[i] = x[i];
+    for (int i = 0; i < factor; ++i) {
+      float sum[kN] = {};
+      for (int j = 0; j < factor; ++j) {
+        const float sign = h[i * factor + j];
+        for (int a = 0; a < kN; ++a) sum[a] = sum[a] + sign * in[j * kN + a];
+      }
+      for (int a = 0; a < kN; ++a) x[i * kN + a] = sum[a];
+    }
+  }
+
+  // n is a power of two with n * factor <= kMaxHeadDim, so at most 16.
+  static void hadamard_factor_stage(float* x, int factor, int n) {
+    switch (n) {
+      case 1:
+        return hadamard_by_factor<1>(x, factor);
+      case 2:
+        return hadamard_by_factor<2>(x, factor);
+      case 4:
+        return hadamard_by_factor<4>(x, factor);
+      case 8:
+        return hadamard_by_factor<8>(x, factor);
+      default:
+        return hadamard_by_factor<16>(x, factor);
+    }
   }
 
   static void butterflies_scalar(float* x, int n, int stride) {
@@ -116,7 +161,7 @@ struct EncodeBody {
     const float norm = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
     for (int r = 0; r < rows; ++r, x += dim) {
       for (int first = 0; first + block <= dim; first += block) {
-        if (factor != 1) hadamard_by_factor(x + first, factor, n);
+        if (factor != 1) hadamard_factor_stage(x + first, factor, n);
         for (int b = 0; b < factor; ++b) hadamard_power(x + first + b * n, n);
       }
       for (int i = 0; i < dim; ++i) x[i] = x[i] * norm;

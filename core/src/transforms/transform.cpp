@@ -150,10 +150,14 @@ void Transform::apply(const float* x, float* y, int rows) const {
     multiply(forward_, x, y, rows);
     return;
   }
-  float centred[kMaxHeadDim];
-  for (int r = 0; r < rows; ++r, x += dim_, y += dim_) {
-    for (int c = 0; c < dim_; ++c) centred[c] = x[c] - centre_[c];
-    multiply(forward_, centred, y, 1);
+  constexpr int kChunkRows = 8;
+  float centred[kChunkRows * kMaxHeadDim];
+  for (int first = 0; first < rows; first += kChunkRows) {
+    const int count = std::min(kChunkRows, rows - first);
+    for (int r = 0; r < count; ++r, x += dim_) {
+      for (int c = 0; c < dim_; ++c) centred[r * dim_ + c] = x[c] - centre_[c];
+    }
+    multiply(forward_, centred, y + static_cast<size_t>(first) * dim_, count);
   }
 }
 
