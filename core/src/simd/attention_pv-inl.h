@@ -23,33 +23,45 @@ HWY_INLINE Partial value_dot(Partial sum, Bytes weights, Bytes values) {
   return dot_step(sum, weights, values);
 }
 
-// Token quad kElement of an octet, for kVectors vectors of channels.
-template <int kFormat, int kWidth, int kTermRows, int kVectors, int kElement>
-HWY_INLINE void value_quad(const Planes (&planes)[kVectors], const uint8_t* const* weights, int o,
-                           Partial (&sum)[kTermRows][kVectors]) {
-  Bytes v[kVectors];
+// Codes of token quads kElement.. of an octet, for kVectors vectors of channels.
+template <int kFormat, int kVectors, int kElement, int kQuads, int kQuad = 0>
+HWY_INLINE void value_codes(const Planes (&planes)[kVectors], Bytes (&v)[kQuads][kVectors]) {
   KVANT_UNROLL
-  for (int i = 0; i < kVectors; ++i) v[i] = codes<kFormat, kElement>(planes[i]);
-  KVANT_UNROLL
-  for (int r = 0; r < kTermRows; ++r) {
-    const Bytes w = quad(weights[r] + 32 * o + 4 * kElement);
-    KVANT_UNROLL
-    for (int i = 0; i < kVectors; ++i) sum[r][i] = value_dot<kWidth>(sum[r][i], w, v[i]);
-  }
+  for (int i = 0; i < kVectors; ++i) v[kQuad][i] = codes<kFormat, kElement + kQuad>(planes[i]);
+  if constexpr (kQuad + 1 < kQuads) value_codes<kFormat, kVectors, kElement, kQuads, kQuad + 1>(planes, v);
+}
+
+// Token quads whose products one partial sum holds.
+template <int kWidth>
+constexpr int value_run() {
+  if (kDirectDot) return 1;
+  return kValueStepsIn16Bits[kWidth] < 8 ? kValueStepsIn16Bits[kWidth] : 8;
 }
 
 // An octet of token quads from kElement on.
 template <int kFormat, int kWidth, int kTermRows, int kVectors, int kElement = 0>
 HWY_INLINE void value_octet(const Planes (&planes)[kVectors], const uint8_t* const* weights, int o,
-                            Partial (&sum)[kTermRows][kVectors], I (&total)[kTermRows][kVectors]) {
-  value_quad<kFormat, kWidth, kTermRows, kVectors, kElement>(planes, weights, o, sum);
-  constexpr int kSteps = kValueStepsIn16Bits[kWidth];
-  if constexpr (!kDirectDot && ((kElement + 1) % kSteps == 0 || kElement == 7)) {
-    fold_all(sum, total);
-    clear(sum);
+                            I (&total)[kTermRows][kVectors]) {
+  constexpr int kRun = value_run<kWidth>();
+  Bytes v[kRun][kVectors];
+  value_codes<kFormat, kVectors, kElement, kRun>(planes, v);
+  KVANT_UNROLL
+  for (int r = 0; r < kTermRows; ++r) {
+    const uint8_t* w = weights[r] + 32 * o + 4 * kElement;
+    KVANT_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kDirectDot) {
+        total[r][i] = value_dot<kWidth>(total[r][i], quad(w), v[0][i]);
+      } else {
+        Partial sum = hn::Zero(ds);
+        KVANT_UNROLL
+        for (int s = 0; s < kRun; ++s) sum = value_dot<kWidth>(sum, quad(w + 4 * s), v[s][i]);
+        total[r][i] = fold(total[r][i], sum);
+      }
+    }
   }
-  if constexpr (kElement < 7) {
-    value_octet<kFormat, kWidth, kTermRows, kVectors, kElement + 1>(planes, weights, o, sum, total);
+  if constexpr (kElement + kRun < 8) {
+    value_octet<kFormat, kWidth, kTermRows, kVectors, kElement + kRun>(planes, weights, o, total);
   }
 }
 
@@ -58,13 +70,7 @@ HWY_INLINE void value_sums(Planes (&planes)[kVectors], const uint8_t* const* wei
                            I (&total)[kTermRows][kVectors]) {
   clear(total);
   for (int o = 0; o < 2; ++o) {
-    if constexpr (kDirectDot) {
-      value_octet<kFormat, kWidth, kTermRows, kVectors>(planes, weights, o, total, total);
-    } else {
-      Partial sum[kTermRows][kVectors];
-      clear(sum);
-      value_octet<kFormat, kWidth, kTermRows, kVectors>(planes, weights, o, sum, total);
-    }
+    value_octet<kFormat, kWidth, kTermRows, kVectors>(planes, weights, o, total);
     KVANT_UNROLL
     for (int i = 0; i < kVectors; ++i) planes[i] = advance<kFormat>(planes[i], 1);
   }
@@ -108,9 +114,12 @@ HWY_INLINE void value_vectors(const ValueBlock& block, int c) {
 
 template <int kFormat, int kWidth, int kRows>
 void value_block(const ValueBlock& block) {
+  // Two vectors share the broadcast weights. With 16 registers, long runs of codes leave room for one.
   int c = 0;
-  for (; c + kLanes < block.channels; c += 2 * kLanes) value_vectors<kFormat, kWidth, kRows, 2>(block, c);
-  if (c < block.channels) value_vectors<kFormat, kWidth, kRows, 1>(block, c);
+  if constexpr (value_run<kWidth>() <= 2) {
+    for (; c + kLanes < block.channels; c += 2 * kLanes) value_vectors<kFormat, kWidth, kRows, 2>(block, c);
+  }
+  for (; c < block.channels; c += kLanes) value_vectors<kFormat, kWidth, kRows, 1>(block, c);
 }
 
 using ValueBlockFunction = void (*)(const ValueBlock&);

@@ -134,17 +134,22 @@ struct KeyBlock {
   float* logits[4];
 };
 
-// One channel quad (half kHalf of an octet) of groups kGroup.. of 16 tokens.
-template <int kFormat, int kTermRows, int kGroups, int kHalf, int kGroup>
-HWY_INLINE void key_quad(const Planes& planes, const int8_t* const* q, int o,
-                         Partial (&sum)[kTermRows][kGroups]) {
-  Bytes k[kGroups];
+// Keys of one channel quad (half kHalf of an octet) for groups kGroup.. of 16 tokens.
+template <int kFormat, int kGroups, int kHalf, int kGroup>
+HWY_INLINE void key_codes(const Planes& planes, Bytes (&k)[kGroups]) {
   k[0] = codes<kFormat, 4 * kHalf + kGroup>(planes);
   k[1] = codes<kFormat, 4 * kHalf + kGroup + 1>(planes);
   if constexpr (kGroups == 4) {
     k[2] = codes<kFormat, 4 * kHalf + kGroup + 2>(planes);
     k[3] = codes<kFormat, 4 * kHalf + kGroup + 3>(planes);
   }
+}
+
+template <int kFormat, int kTermRows, int kGroups, int kHalf, int kGroup>
+HWY_INLINE void key_quad(const Planes& planes, const int8_t* const* q, int o,
+                         Partial (&sum)[kTermRows][kGroups]) {
+  Bytes k[kGroups];
+  key_codes<kFormat, kGroups, kHalf, kGroup>(planes, k);
   KVANT_UNROLL
   for (int r = 0; r < kTermRows; ++r) {
     const Bytes b = quad(q[r] + 8 * o + 4 * kHalf);
@@ -153,9 +158,33 @@ HWY_INLINE void key_quad(const Planes& planes, const int8_t* const* q, int o,
   }
 }
 
+// An octet for widths of which 16 bits hold one or two steps: folded right away, so that no partial sums
+// wait.
+template <int kFormat, int kSteps, int kTermRows, int kGroups, int kGroup>
+HWY_INLINE void folded_key_octet(const Planes& planes, const int8_t* const* q, int o,
+                                 I (&total)[kTermRows][kGroups]) {
+  Bytes k[2][kGroups];
+  key_codes<kFormat, kGroups, 0, kGroup>(planes, k[0]);
+  key_codes<kFormat, kGroups, 1, kGroup>(planes, k[1]);
+  KVANT_UNROLL
+  for (int r = 0; r < kTermRows; ++r) {
+    const Bytes b0 = quad(q[r] + 8 * o), b1 = quad(q[r] + 8 * o + 4);
+    KVANT_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      const auto zero = hn::Zero(hn::DFromV<Partial>());
+      if constexpr (kSteps == 1) {
+        total[r][g] = fold(fold(total[r][g], dot_step(zero, k[0][g], b0)), dot_step(zero, k[1][g], b1));
+      } else {
+        total[r][g] = fold(total[r][g], dot_step(dot_step(zero, k[0][g], b0), k[1][g], b1));
+      }
+    }
+  }
+}
+
 // Integer sums over all channels of the band for kGroups vectors of tokens.
 template <int kFormat, int kWidth, int kTermRows, int kGroups, int kGroup>
 HWY_INLINE void key_sums(Planes planes, int octets, const int8_t* const* q, I (&total)[kTermRows][kGroups]) {
+  constexpr int kSteps = kKeyStepsIn16Bits[kWidth];
   clear(total);
   if constexpr (kDirectDot) {
     for (int o = 0; o < octets; ++o) {
@@ -163,19 +192,18 @@ HWY_INLINE void key_sums(Planes planes, int octets, const int8_t* const* q, I (&
       key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, total);
       planes = advance<kFormat>(planes, 1);
     }
+  } else if constexpr (kSteps <= 2) {
+    for (int o = 0; o < octets; ++o) {
+      folded_key_octet<kFormat, kSteps, kTermRows, kGroups, kGroup>(planes, q, o, total);
+      planes = advance<kFormat>(planes, 1);
+    }
   } else {
-    constexpr int kSteps = kKeyStepsIn16Bits[kWidth];
     for (int o = 0; o < octets;) {
-      const int run = kSteps > 1 ? kSteps / 2 : 1;
-      const int end = run < octets - o ? o + run : octets;
+      const int end = kSteps / 2 < octets - o ? o + kSteps / 2 : octets;
       Partial sum[kTermRows][kGroups];
       clear(sum);
       for (; o < end; ++o) {
         key_quad<kFormat, kTermRows, kGroups, 0, kGroup>(planes, q, o, sum);
-        if constexpr (kSteps == 1) {
-          fold_all(sum, total);
-          clear(sum);
-        }
         key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, sum);
         planes = advance<kFormat>(planes, 1);
       }
