@@ -84,28 +84,32 @@ std::string describe(const TileSpec& spec) {
   return text + (spec.asymmetric ? " asymmetric" : "") + (spec.channel_scale ? " channel scale" : "");
 }
 
-// A tile with its values as doubles.
+// A tile with its values as doubles; all arrays are [64][head_dim].
 struct Tile {
-  explicit Tile(const TileSpec& spec, uint32_t seed)
+  Tile(const TileSpec& spec, uint32_t seed)
       : layout(test::make_layout(spec)),
         bytes(layout.tile_bytes),
         value(64 * spec.head_dim),
-        code(64 * spec.head_dim),
-        size(64 * spec.head_dim) {
+        size(value.size()),
+        per_query(value.size()),
+        per_weight(value.size()) {
     std::mt19937 rng(seed);
-    test::fill_tile(layout, rng, bytes.data());
+    test::fill_tile(layout, rng, data());
     for (int b = 0; b < layout.n_bands; ++b) {
       const BandLayout& band = layout.bands[b];
       for (int t = 0; t < kPageTokens; ++t) {
+        const double token_scale = test::token_scale_at(layout, b, data(), t);
+        const double low = test::token_low_at(layout, b, data(), t);
         for (int c = 0; c < band.channels; ++c) {
           const int channel = band.first_channel + c, i = t * layout.head_dim + channel;
-          const double low = test::token_low_at(layout, b, data(), t);
+          const double level = test::code_at(layout, b, data(), t, c) - static_cast<double>(layout.mid(b));
           const double centre = test::channel_centre_at(layout, data(), channel);
           const double scale = test::channel_scale_at(layout, data(), channel);
-          code[i] = test::code_part_at(layout, b, data(), t, c);
-          value[i] = code[i] + low + centre;
-          size[i] = std::abs(code[i]) + std::abs(low) + std::abs(centre) +
-                    scale * test::token_scale_at(layout, b, data(), t) * layout.mid(b);
+          value[i] = centre + low + scale * token_scale * level;
+          size[i] =
+              std::abs(low) + std::abs(centre) + scale * token_scale * (std::abs(level) + layout.mid(b));
+          per_query[i] = token_scale * std::abs(level);
+          per_weight[i] = scale * std::abs(level);
         }
       }
     }
@@ -113,7 +117,10 @@ struct Tile {
   std::byte* data() { return bytes.data(); }
   TileLayout layout;
   test::AlignedBytes bytes;
-  std::vector<double> value, code, size;  // [64][head_dim]; size: bound on the magnitude of the float terms
+  std::vector<double> value;
+  std::vector<double> size;        // magnitude of the terms that float arithmetic adds
+  std::vector<double> per_query;   // error of a logit per error of (folded) q
+  std::vector<double> per_weight;  // error of an output per error of weight times token scale
 };
 
 std::vector<float> random_rows(int rows, int dim, uint32_t seed) {
@@ -175,16 +182,12 @@ void expect_scores(Tile& tile, const std::vector<float>& q, const std::vector<fl
       double expected = base[r], bound = 0, size = std::abs(base[r]);
       for (int b = 0; b < layout.n_bands; ++b) {
         const BandLayout& band = layout.bands[b];
-        double codes = 0;
         for (int c = band.first_channel; c < band.first_channel + band.channels; ++c) {
           expected += row[c] * tile.value[t * dim + c];
           size += std::abs(row[c]) * tile.size[t * dim + c];
-          const double scale = test::channel_scale_at(layout, tile.data(), c);
-          if (scale > 0) codes += std::abs(tile.code[t * dim + c]) / scale;
+          bound += half_step[b] * tile.per_query[t * dim + c];
         }
-        bound += half_step[b] * codes;
       }
-      // Channels of scale 0 have no code part, but their (folded) q is exactly 0 too.
       ASSERT_NEAR(logits[r * kPageTokens + t], expected, bound * 1.0001 + kFloatError * size)
           << "row " << r << " token " << t;
     }
@@ -199,21 +202,17 @@ void expect_sums(Tile& tile, const std::vector<float>& weights, const std::vecto
     const float* w = weights.data() + static_cast<size_t>(r) * kPageTokens;
     for (int b = 0; b < layout.n_bands; ++b) {
       const BandLayout& band = layout.bands[b];
-      double max = 0, scales[kPageTokens];
-      for (int t = 0; t < kPageTokens; ++t) {
-        scales[t] = test::token_scale_at(layout, b, tile.data(), t);
-        max = std::max(max, w[t] * scales[t]);
-      }
+      double max = 0;
+      for (int t = 0; t < kPageTokens; ++t)
+        max = std::max(max, w[t] * test::token_scale_at(layout, b, tile.data(), t));
       const double half_step =
           max / (band.bits >= simd::kTwoTermBits ? simd::kWeightMaxTwoTerms : simd::kWeightMaxOneTerm) / 2;
       for (int c = band.first_channel; c < band.first_channel + band.channels; ++c) {
         double expected = start, bound = 0, size = std::abs(start);
         for (int t = 0; t < kPageTokens && live[r] != 0; ++t) {
-          const int i = t * dim + c;
-          expected += w[t] * tile.value[i];
-          size += w[t] * tile.size[i];
-          bound += half_step * test::channel_scale_at(layout, tile.data(), c) *
-                   std::abs(test::code_at(layout, b, tile.data(), t, c - band.first_channel) - layout.mid(b));
+          expected += w[t] * tile.value[t * dim + c];
+          size += w[t] * tile.size[t * dim + c];
+          bound += half_step * tile.per_weight[t * dim + c];
         }
         ASSERT_NEAR(acc[static_cast<size_t>(r) * dim + c], expected, bound * 1.0001 + kFloatError * size)
             << "row " << r << " channel " << c;

@@ -156,11 +156,4 @@ inline double channel_centre_at(const TileLayout& layout, const std::byte* tile,
   return layout.channel_centre ? half_to_float(get_word(tile + layout.channel_centre_offset + 2 * c)) : 0.0;
 }
 
-// The part of a value that its code gives: token_scale * channel_scale * (code - mid).
-inline double code_part_at(const TileLayout& layout, int b, const std::byte* tile, int t, int c) {
-  return channel_scale_at(layout, tile, layout.bands[b].first_channel + c) *
-         token_scale_at(layout, b, tile, t) *
-         (code_at(layout, b, tile, t, c) - static_cast<double>(layout.mid(b)));
-}
-
 }  // namespace kvant::test
