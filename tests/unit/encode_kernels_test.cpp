@@ -240,5 +240,55 @@ TEST(EncodeKernels, FirstOfEqualTrialsWins) {
   }
 }
 
+// Squared error of one lane in double precision, by the formula of simd::LineFit.
+double line_error(const simd::LineFit& fit, int lane, float scale, float low) {
+  double error = 0;
+  for (int i = 0; i < fit.steps; ++i) {
+    const double value = static_cast<double>(fit.x[i * fit.stride + lane]) - low;
+    const double top = (1 << fit.bits) - 1;
+    const double code = scale > 0 ? std::floor(std::clamp(value / scale + 0.5, 0.0, top)) : 0.0;
+    error += (code * scale - value) * (code * scale - value);
+  }
+  return error;
+}
+
+TEST(EncodeKernels, FittedLinesAreBetterAndTheSame) {
+  constexpr int kSteps = 61, kLanes = 64;
+  Random random(51);
+  std::vector<float> x(kSteps * kLanes), scale(kLanes), low(kLanes);
+  for (int bits = 2; bits <= 8; ++bits) {
+    for (int i = 0; i < kSteps * kLanes; ++i) x[i] = random.normal() + (i % kLanes == 7 ? 1000.0f : 0.0f);
+    for (int t = 0; t < kLanes; ++t) {
+      scale[t] = t == 3 ? 0.0f : 6.0f / static_cast<float>((1 << bits) - 1);
+      low[t] = t == 7 ? 997.0f : -3.0f;
+    }
+    std::vector<std::vector<float>> scales, lows;
+    double before = 0, after = 0;
+    for (const EncodeKernels* kernels : encode_tables()) {
+      scales.push_back(scale);
+      lows.push_back(low);
+      const simd::LineFit fit = {.x = x.data(),
+                                 .stride = kLanes,
+                                 .steps = kSteps,
+                                 .lanes = kLanes,
+                                 .bits = bits,
+                                 .scale = scales.back().data(),
+                                 .low = lows.back().data()};
+      kernels->fit_line(fit);
+      ASSERT_EQ(scales.back(), scales.front());
+      ASSERT_EQ(lows.back(), lows.front());
+      for (int t = 0; t < kLanes; ++t) {
+        const double start = line_error(fit, t, scale[t], low[t]);
+        const double end = line_error(fit, t, fit.scale[t], fit.low[t]);
+        ASSERT_LE(end, start * 1.0001) << "bits " << bits << " lane " << t;
+        before += start;
+        after += end;
+      }
+    }
+    EXPECT_LT(after, 0.98 * before) << bits;
+    EXPECT_EQ(scales.front()[3], 0.0f);
+  }
+}
+
 }  // namespace
 }  // namespace kvant

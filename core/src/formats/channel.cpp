@@ -1,5 +1,5 @@
 // Family "c": one scale per channel over the page, around the page mean (symmetric) or from a low
-// (asymmetric). Mean and low are stored as centre.
+// (asymmetric; searched, then fitted to the codes). Mean and low are stored as centre.
 #include <algorithm>
 
 #include "formats/channel_statistics.h"
@@ -23,6 +23,8 @@ struct ChannelLanes {
   alignas(64) float centre[kMaxHeadDim];
   alignas(64) float anchor[kMaxHeadDim];
   alignas(64) float inverse_anchor[kMaxHeadDim];
+  alignas(64) float scale[kMaxHeadDim];
+  alignas(64) float low[kMaxHeadDim];
   alignas(64) uint8_t best[kMaxHeadDim];
 };
 
@@ -60,13 +62,27 @@ void choose_metadata(const EncodeContext& context, std::byte* tile) {
                               .trials = scale_trials(bits)};
   fill_trial_ratios(&search);
   simd::kernels().encode->search_scale(search, channels.best);
-  for (int c = 0; c < layout.head_dim; ++c) {
+  for (int c = 0; c < lanes; ++c) {
     const int best = channels.best[c];
-    const uint16_t word =
-        float_to_scale(best == search.trials ? 0.0f : channels.anchor[c] * search.ratio[best]);
-    const float shift = layout.asymmetric ? scale_to_float(word) * top_level : 0.0f;
+    channels.scale[c] = best == search.trials ? 0.0f : channels.anchor[c] * search.ratio[best];
+    channels.low[c] = channels.centre[c] - channels.scale[c] * top_level;
+  }
+  if (layout.asymmetric) {
+    simd::kernels().encode->fit_line({.x = statistics.rows,
+                                      .stride = context.row_stride,
+                                      .steps = statistics.live_tokens,
+                                      .lanes = lanes,
+                                      .bits = bits,
+                                      .scale = channels.scale,
+                                      .low = channels.low});
+  }
+  for (int c = 0; c < layout.head_dim; ++c) {
+    const uint16_t word = float_to_scale(channels.scale[c]);
+    // The middle of the grid stays where it is when the scale is rounded.
+    const float low = channels.low[c] + (channels.scale[c] - scale_to_float(word)) * top_level;
     store_word(tile + layout.channel_scale_offset + 2 * c, word);
-    store_word(tile + layout.channel_centre_offset + 2 * c, clamped_half(channels.centre[c] - shift));
+    store_word(tile + layout.channel_centre_offset + 2 * c,
+               clamped_half(layout.asymmetric ? low : channels.centre[c]));
   }
 }
 
@@ -79,7 +95,7 @@ extern const FormatFamily kChannelFamily;
 const FormatFamily kChannelFamily = {
     .id = 4,
     .prefix = "c",
-    .summary = "integer codes around the page mean, one scale per channel",
+    .summary = "integer codes around the page mean or from a low, one scale per channel",
     .scale_axis = "channel x page",
     .examples = kExamples,
     .max_widths = 1,

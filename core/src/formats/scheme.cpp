@@ -118,7 +118,7 @@ std::string registered_names() {
 }  // namespace
 
 const std::vector<RegisteredScheme>& registered_schemes() {
-  // Without calibration keys go per channel around the page mean: a plain rotation of keys fails on models
+  // Without calibration keys go per channel: a plain rotation of keys fails on models
   // whose keys have large constant parts.
   static const std::vector<RegisteredScheme> kSchemes = {
       {"exact", "k=f16,v=f16", "", "all rows stay in f16"},

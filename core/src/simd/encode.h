@@ -33,6 +33,21 @@ struct ScaleSearch {
   float inverse_ratio[kMaxScaleTrials] = {};
 };
 
+// One line through codes and values per lane (asymmetric grids): starting from the given scale and low,
+//   code = trunc(min(max((x - low) * (1 / scale) + 0.5, 0), 2^bits - 1))
+// and the scale and low of least squared error for these codes replace the given ones when the error they
+// give is smaller; kFitPasses - 1 times. Sums over i ascending, one per lane; lanes of scale 0 keep it.
+inline constexpr int kFitPasses = 3;
+struct LineFit {
+  const float* x = nullptr;  // as in ScaleSearch
+  size_t stride = 0;
+  int steps = 0;
+  int lanes = 0;  // a multiple of 16
+  int bits = 0;
+  float* scale = nullptr;  // [lanes], in and out
+  float* low = nullptr;    // [lanes], in and out
+};
+
 // Everything that turns values of one band into codes and back, as floats (see kvant/format.h):
 //   code = trunc(min(max((x - centre[c] - low[t]) * (inverse_channel[c] * inverse_token[t]) + (mid + 0.5),
 //   0),
@@ -74,6 +89,7 @@ struct EncodeKernels {
   // best[lane]: index of the trial of least error, the first one of equals; `trials` where scale zero has a
   // smaller error than every trial.
   void (*search_scale)(const ScaleSearch& search, uint8_t* best);
+  void (*fit_line)(const LineFit& fit);
   // x: [64] rows, stride floats apart, from the band's first channel. codes: [64][code_stride] bytes.
   // Errors are added up for tokens whose live bit is set.
   void (*quantize)(const BandGrid& grid, const float* x, size_t stride, uint64_t live, uint8_t* codes,

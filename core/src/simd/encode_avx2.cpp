@@ -18,6 +18,7 @@ struct EightLanes {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F floor(F a) { return _mm256_floor_ps(a); }
@@ -45,9 +46,9 @@ struct EightLanes {
 };
 
 using Body = EncodeBody<EightLanes>;
-constexpr EncodeKernels kTable = {Body::matvec, Body::hadamard,     pack_band,      unpack_band,
-                                  transpose,    Body::search_scale, Body::quantize, Body::dequantize,
-                                  to_half,      from_half};
+constexpr EncodeKernels kTable = {
+    Body::matvec,   Body::hadamard, pack_band,        unpack_band, transpose, Body::search_scale,
+    Body::fit_line, Body::quantize, Body::dequantize, to_half,     from_half};
 
 }  // namespace
 

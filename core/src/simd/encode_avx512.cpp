@@ -27,6 +27,7 @@ struct SixteenLanes {
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
@@ -66,9 +67,9 @@ struct SixteenLanes {
 };
 
 using Body = EncodeBody<SixteenLanes>;
-constexpr EncodeKernels kTable = {Body::matvec, Body::hadamard,     pack_band,      unpack_band,
-                                  transpose,    Body::search_scale, Body::quantize, Body::dequantize,
-                                  to_half,      from_half};
+constexpr EncodeKernels kTable = {
+    Body::matvec,   Body::hadamard, pack_band,        unpack_band, transpose, Body::search_scale,
+    Body::fit_line, Body::quantize, Body::dequantize, to_half,     from_half};
 
 }  // namespace
 

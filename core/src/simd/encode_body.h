@@ -1,7 +1,7 @@
 // Bodies of the encode kernels that are the same for every target, written over a vector type V:
 //   kLanes                      1, 8 or 16
 //   F                           kLanes floats
-//   load, store, set1, add, sub, mul, min, max, floor
+//   load, store, set1, add, sub, mul, div, min, max, floor
 //   less_blend(a, b, x, y)      per lane a < b ? x : y
 //   butterfly<stride>(a)        per lane l with partner p = l ^ stride: l < p ? a[l] + a[p] : a[p] - a[l]
 //   load_codes, store_codes     kLanes bytes <-> floats, truncating
@@ -229,6 +229,55 @@ struct EncodeBody {
         least = V::less_blend(error, least, error, least);
       }
       V::store_codes(best + lane, index);
+    }
+  }
+
+  struct LineSums {
+    F code, code_square, value, product, error;
+  };
+
+  // Sums of one pass: codes, their squares, x - low, products, squared errors.
+  static LineSums line_sums(const LineFit& fit, int lane, F scale, F low) {
+    const F zero = V::set1(0.0f), half = V::set1(0.5f),
+            top = V::set1(static_cast<float>((1 << fit.bits) - 1));
+    const F inverse = V::less_blend(zero, scale, V::div(V::set1(1.0f), scale), zero);
+    LineSums sums = {zero, zero, zero, zero, zero};
+    const float* x = fit.x + lane;
+    for (int i = 0; i < fit.steps; ++i, x += fit.stride) {
+      const F value = V::sub(V::load(x), low);
+      const F code = V::floor(V::min(V::max(V::add(V::mul(value, inverse), half), zero), top));
+      const F difference = V::sub(V::mul(code, scale), value);
+      sums.code = V::add(sums.code, code);
+      sums.code_square = V::add(sums.code_square, V::mul(code, code));
+      sums.value = V::add(sums.value, value);
+      sums.product = V::add(sums.product, V::mul(code, value));
+      sums.error = V::add(sums.error, V::mul(difference, difference));
+    }
+    return sums;
+  }
+
+  static void fit_line(const LineFit& fit) {
+    const F zero = V::set1(0.0f), count = V::set1(static_cast<float>(fit.steps));
+    for (int lane = 0; lane < fit.lanes; lane += kLanes) {
+      F scale = V::load(fit.scale + lane), low = V::load(fit.low + lane);
+      F best_scale = scale, best_low = low, best_error = zero;
+      for (int pass = 0; pass < kFitPasses; ++pass) {
+        const LineSums s = line_sums(fit, lane, scale, low);
+        if (pass == 0) best_error = s.error;
+        best_scale = V::less_blend(s.error, best_error, scale, best_scale);
+        best_low = V::less_blend(s.error, best_error, low, best_low);
+        best_error = V::less_blend(s.error, best_error, s.error, best_error);
+        const F spread = V::sub(V::mul(count, s.code_square), V::mul(s.code, s.code));
+        const F slope =
+            V::div(V::sub(V::mul(count, s.product), V::mul(s.code, s.value)), V::max(spread, V::set1(1.0f)));
+        // All codes equal, or a slope that is not positive: nothing to fit.
+        const F fitted = V::less_blend(zero, spread, slope, scale);
+        const F next = V::less_blend(zero, fitted, fitted, scale);
+        low = V::add(low, V::div(V::sub(s.value, V::mul(next, s.code)), count));
+        scale = next;
+      }
+      V::store(fit.scale + lane, best_scale);
+      V::store(fit.low + lane, best_low);
     }
   }
 

@@ -14,6 +14,7 @@ struct OneLane {
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }
   static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }
   // Exact for every float: beyond 2^23 all are integers.
@@ -93,9 +94,9 @@ void from_half(const uint16_t* x, float* y, size_t count) {
 }
 
 using Body = EncodeBody<OneLane>;
-constexpr EncodeKernels kTable = {Body::matvec, Body::hadamard,     pack_band,      unpack_band,
-                                  transpose,    Body::search_scale, Body::quantize, Body::dequantize,
-                                  to_half,      from_half};
+constexpr EncodeKernels kTable = {
+    Body::matvec,   Body::hadamard, pack_band,        unpack_band, transpose, Body::search_scale,
+    Body::fit_line, Body::quantize, Body::dequantize, to_half,     from_half};
 
 }  // namespace
 

@@ -10,11 +10,11 @@
 namespace kvant::simd {
 namespace {
 
-constexpr int kMaxCodes = kPageTokens * kMaxHeadDim;
+inline constexpr int kMaxCodes = kPageTokens * kMaxHeadDim;
 
 // Codes in quad order, [elements][64] bytes (kvant/format.h), from token-major rows and back. Keys: four
 // codes of a token are one 32-bit word, moved as a whole.
-void quads_from_rows(Side side, const uint8_t* codes, int stored, uint8_t* quads) {
+inline void quads_from_rows(Side side, const uint8_t* codes, int stored, uint8_t* quads) {
   if (side == Side::kKey) {
     for (int c = 0; c < stored; c += 4) {
       for (int t = 0; t < kPageTokens; ++t) {
@@ -40,7 +40,7 @@ void quads_from_rows(Side side, const uint8_t* codes, int stored, uint8_t* quads
   }
 }
 
-void rows_from_quads(Side side, const uint8_t* quads, int stored, uint8_t* codes) {
+inline void rows_from_quads(Side side, const uint8_t* quads, int stored, uint8_t* codes) {
   if (side == Side::kKey) {
     for (int c = 0; c < stored; c += 4) {
       for (int t = 0; t < kPageTokens; ++t) {
@@ -70,7 +70,7 @@ void rows_from_quads(Side side, const uint8_t* quads, int stored, uint8_t* codes
 }
 
 // Eight bytes at a time: masked codes never carry into the next byte.
-void pack_band(const BandLayout& band, Side side, const uint8_t* codes, std::byte* tile) {
+inline void pack_band(const BandLayout& band, Side side, const uint8_t* codes, std::byte* tile) {
   alignas(64) uint8_t quads[kMaxCodes];
   quads_from_rows(side, codes, band.stored_channels, quads);
   int shift = 0;
@@ -91,7 +91,7 @@ void pack_band(const BandLayout& band, Side side, const uint8_t* codes, std::byt
   }
 }
 
-void unpack_band(const BandLayout& band, Side side, const std::byte* tile, uint8_t* codes) {
+inline void unpack_band(const BandLayout& band, Side side, const std::byte* tile, uint8_t* codes) {
   alignas(64) uint8_t quads[kMaxCodes];
   int shift = 0;
   for (int p = 0; p < band.n_planes; ++p) {
@@ -113,7 +113,7 @@ void unpack_band(const BandLayout& band, Side side, const std::byte* tile, uint8
   rows_from_quads(side, quads, band.stored_channels, codes);
 }
 
-void transpose_8x8(const float* in, size_t in_stride, float* out, size_t out_stride) {
+inline void transpose_8x8(const float* in, size_t in_stride, float* out, size_t out_stride) {
   __m256 r[8], s[8];
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(in + i * in_stride);
   for (int i = 0; i < 8; i += 2) {
@@ -132,7 +132,7 @@ void transpose_8x8(const float* in, size_t in_stride, float* out, size_t out_str
   }
 }
 
-void transpose(const float* rows, size_t stride, int channels, float* columns) {
+inline void transpose(const float* rows, size_t stride, int channels, float* columns) {
   for (int c = 0; c < channels; c += 8) {
     for (int t = 0; t < kPageTokens; t += 8) {
       transpose_8x8(rows + t * stride + c, stride, columns + c * kPageTokens + t, kPageTokens);
@@ -140,7 +140,7 @@ void transpose(const float* rows, size_t stride, int channels, float* columns) {
   }
 }
 
-void to_half(const float* x, uint16_t* y, size_t count) {
+inline void to_half(const float* x, uint16_t* y, size_t count) {
   size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i),
@@ -149,7 +149,7 @@ void to_half(const float* x, uint16_t* y, size_t count) {
   for (; i < count; ++i) y[i] = float_to_half(x[i]);
 }
 
-void from_half(const uint16_t* x, float* y, size_t count) {
+inline void from_half(const uint16_t* x, float* y, size_t count) {
   size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
