@@ -1,7 +1,9 @@
-// Time of the attention kernels per cached token, on tiles that stay in cache. items_per_second counts
-// tokens; "ns/token" is the number to read. Names: isa/what/width/head_dim/rows.
+// Time of the attention kernels per cached token, on tiles that stay in cache. s/token is the number to
+// read. Names: isa/what/width/head_dim/rows.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
@@ -76,6 +78,15 @@ class Fixture {
     kernels_.rescale(acc_.data(), value_.head_dim, rows_, live_.data(), rescale_.data());
     sums(i, logits_.data());
   }
+  // Scores, then weighted sums, of the first tile.
+  std::vector<float> sample() {
+    scores(0);
+    std::vector<float> out = logits_;
+    std::fill(acc_.begin(), acc_.end(), 0.0f);
+    sums(0, weights_.data());
+    out.insert(out.end(), acc_.begin(), acc_.end());
+    return out;
+  }
   const float* weights() const { return weights_.data(); }
   int tiles() const { return tiles_; }
 
@@ -91,10 +102,24 @@ class Fixture {
   simd::PreparedQueries prepared_;
 };
 
+// Integer sums are equal on all targets, so only float rounding may differ.
+bool agree(const std::vector<float>& a, const std::vector<float>& b) {
+  float largest = 0.0f, difference = 0.0f;
+  for (size_t i = 0; i < a.size(); ++i) {
+    largest = std::max(largest, std::abs(b[i]));
+    difference = std::max(difference, std::abs(a[i] - b[i]));
+  }
+  return difference <= 1e-4f * largest;
+}
+
 enum class What { kScores, kSums, kTile };
 
 void run_tiles(benchmark::State& state, const KernelTable* table, Problem problem, What what) {
   Fixture fixture(*table, problem);
+  if (!agree(fixture.sample(), Fixture(*simd::available_kernels().front(), problem).sample())) {
+    state.SkipWithError("differs from the scalar kernels");
+    return;
+  }
   for (auto _ : state) {
     for (int i = 0; i < fixture.tiles(); ++i) {
       if (what == What::kScores) fixture.scores(i);
@@ -109,24 +134,31 @@ void run_tiles(benchmark::State& state, const KernelTable* table, Problem proble
       benchmark::Counter(tokens, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
 }
 
+void run_page(const KernelTable& table, const uint16_t* page, int dim, bool scores,
+              const std::vector<float>& in, std::vector<float>* out) {
+  const int rows = static_cast<int>((scores ? in.size() : out->size()) / dim);
+  const std::vector<uint64_t> live(rows, ~uint64_t{0});
+  const auto run = scores ? table.attention->qk_rows : table.attention->pv_rows;
+  run(page, dim, kPageTokens, false, dim, in.data(), rows, live.data(), out->data());
+}
+
 void run_rows(benchmark::State& state, const KernelTable* table, int dim, int rows, bool scores) {
   std::mt19937 rng(7);
   constexpr int kPages = 16;
   std::vector<uint16_t> words(static_cast<size_t>(kPages) * kPageTokens * dim);
   for (uint16_t& w : words) w = float_to_half(static_cast<float>(rng() % 4096) / 1024.0f - 2.0f);
-  std::vector<float> q(static_cast<size_t>(rows) * dim, 0.1f),
-      out(static_cast<size_t>(rows) * kPageTokens, 0.5f);
-  std::vector<uint64_t> live(rows, ~uint64_t{0});
+  std::vector<float> in(static_cast<size_t>(rows) * (scores ? dim : kPageTokens));
+  for (float& x : in) x = static_cast<float>(rng() % 1024) / 1024.0f;
+  std::vector<float> out(static_cast<size_t>(rows) * (scores ? kPageTokens : dim), 0.0f), expected = out;
+  run_page(*table, words.data(), dim, scores, in, &out);
+  run_page(*simd::available_kernels().front(), words.data(), dim, scores, in, &expected);
+  if (!agree(out, expected)) {
+    state.SkipWithError("differs from the scalar kernels");
+    return;
+  }
   for (auto _ : state) {
     for (int i = 0; i < kPages; ++i) {
-      const uint16_t* page = words.data() + static_cast<size_t>(i) * kPageTokens * dim;
-      if (scores) {
-        table->attention->qk_rows(page, dim, kPageTokens, false, dim, q.data(), rows, live.data(),
-                                  out.data());
-      } else {
-        table->attention->pv_rows(page, dim, kPageTokens, false, dim, out.data(), rows, live.data(),
-                                  q.data());
-      }
+      run_page(*table, words.data() + static_cast<size_t>(i) * kPageTokens * dim, dim, scores, in, &out);
     }
     benchmark::ClobberMemory();
   }
@@ -171,15 +203,12 @@ void register_table(const KernelTable* table) {
   }
 }
 
+const bool kRegistered = [] {
+  for (const KernelTable* table : simd::available_kernels()) {
+    if (std::string(table->name) != "scalar") register_table(table);
+  }
+  return true;
+}();
+
 }  // namespace
 }  // namespace kvant
-
-int main(int argc, char** argv) {
-  for (const kvant::simd::KernelTable* table : kvant::simd::available_kernels()) {
-    if (std::string(table->name) != "scalar") kvant::register_table(table);
-  }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
-}
