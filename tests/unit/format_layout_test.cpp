@@ -173,7 +173,7 @@ TEST(PackBand, NeighboursKeepTheirCodes) {
         const BandLayout& band = format.layout().bands[0];
         const auto n = static_cast<size_t>(kPageTokens) * band.stored_channels;
         const auto ones = static_cast<uint8_t>((1u << bits) - 1);
-        for (size_t spot = 0; spot < n; spot += 1) {
+        for (size_t spot = 0; spot < n; spot += 5) {
           std::vector<uint8_t> codes(n, spot % 2 == 0 ? 0 : ones), back(n);
           codes[spot] = static_cast<uint8_t>(ones - codes[spot]);
           testing::GuardedTile tile(format.tile_bytes(), 0xff);
@@ -201,7 +201,7 @@ TEST(TileLayout, EachValueComesBackFromItsPlace) {
           EXPECT_EQ(testing::encode_decode(format.value(), x).decoded, x);
           continue;
         }
-        for (int i = 0; i < 40; ++i) {
+        for (int i = 0; i < 15; ++i) {
           const size_t spot = static_cast<size_t>(i) * 40503 % (static_cast<size_t>(kPageTokens) * head_dim);
           std::vector<float> x = testing::normal_tile(head_dim, 7, 0.01f);
           x[spot] = 1.0f;
