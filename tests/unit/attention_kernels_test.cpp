@@ -86,15 +86,39 @@ std::string describe(const TileSpec& spec) {
 
 // A tile with its values as doubles; all arrays are [64][head_dim].
 struct Tile {
-  Tile(const TileSpec& spec, uint32_t seed)
-      : layout(test::make_layout(spec)),
-        bytes(layout.tile_bytes),
-        value(64 * spec.head_dim),
-        size(value.size()),
-        per_query(value.size()),
-        per_weight(value.size()) {
+  Tile(const TileSpec& spec, uint32_t seed) : Tile(test::make_layout(spec)) {
     std::mt19937 rng(seed);
     test::fill_tile(layout, rng, data());
+    describe_values();
+  }
+  // Normal values, channel c times 1 + c % 5, through the format's own encoder.
+  Tile(const Format& format, uint32_t seed) : Tile(format.layout()) {
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(value.size());
+    for (size_t i = 0; i < x.size(); ++i) {
+      x[i] = normal(rng) * static_cast<float>(1 + i % layout.head_dim % 5);
+    }
+    format.encode({.x = x.data()}, data());
+    describe_values();
+  }
+  std::byte* data() { return bytes.data(); }
+  TileLayout layout;
+  test::AlignedBytes bytes;
+  std::vector<double> value;
+  std::vector<double> size;        // magnitude of the terms that float arithmetic adds
+  std::vector<double> per_query;   // error of a logit per error of (folded) q
+  std::vector<double> per_weight;  // error of an output per error of weight times token scale
+
+ private:
+  explicit Tile(const TileLayout& layout_)
+      : layout(layout_),
+        bytes(layout.tile_bytes),
+        value(static_cast<size_t>(kPageTokens) * layout.head_dim),
+        size(value.size()),
+        per_query(value.size()),
+        per_weight(value.size()) {}
+  void describe_values() {
     for (int b = 0; b < layout.n_bands; ++b) {
       const BandLayout& band = layout.bands[b];
       for (int t = 0; t < kPageTokens; ++t) {
@@ -114,13 +138,6 @@ struct Tile {
       }
     }
   }
-  std::byte* data() { return bytes.data(); }
-  TileLayout layout;
-  test::AlignedBytes bytes;
-  std::vector<double> value;
-  std::vector<double> size;        // magnitude of the terms that float arithmetic adds
-  std::vector<double> per_query;   // error of a logit per error of (folded) q
-  std::vector<double> per_weight;  // error of an output per error of weight times token scale
 };
 
 std::vector<float> random_rows(int rows, int dim, uint32_t seed) {
@@ -278,6 +295,36 @@ TEST_P(KernelTest, SumsOfQuantizedValues) {
       }
     }
   }
+}
+
+// Tiles as the registered formats write them, which also ties the layouts above to Format::decode.
+TEST_P(KernelTest, TilesOfRegisteredFormats) {
+  int checked = 0;
+  for (const std::string& name : format_names()) {
+    for (Side side : {Side::kKey, Side::kValue}) {
+      for (int dim : {64, 80, 128}) {
+        const Result<Format> format = Format::parse(name, side, dim);
+        if (!format.ok() || format.value().exact()) continue;
+        SCOPED_TRACE(name + " " + side_name(side) + " " + std::to_string(dim));
+        Tile tile(format.value(), 17);
+        std::vector<float> decoded(tile.value.size());
+        format.value().decode(tile.data(), decoded.data());
+        for (size_t i = 0; i < decoded.size(); ++i)
+          ASSERT_NEAR(decoded[i], tile.value[i], 1e-5 * tile.size[i] + 1e-6);
+        const std::vector<uint64_t> live(kRows, ~uint64_t{0});
+        if (side == Side::kKey) {
+          const std::vector<float> q = random_rows(kRows, dim, 7), base(kRows, 0.0f);
+          expect_scores(tile, q, base, live, run_qk(kernels(), tile, q, kRows, live, base));
+        } else {
+          const std::vector<float> weights = random_weights(kRows, 9);
+          expect_sums(tile, weights, live, 0.0f, run_pv(kernels(), tile, weights, kRows, live, 0.0f));
+        }
+        if (HasFatalFailure()) return;
+        ++checked;
+      }
+    }
+  }
+  EXPECT_GT(checked, 20);
 }
 
 // With scales of one, outputs are integer sums: equal on every ISA, and exactly what they should be.
