@@ -1,0 +1,78 @@
+// What the commands share: options, checks of values, messages, progress, Ctrl-C.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "exit_codes.h"
+#include "kvant/ggml_backend.h"
+#include "kvant/status.h"
+
+namespace kvant::cli {
+
+// A subcommand and what it does; the action returns the exit code.
+struct Command {
+  CLI::App* app = nullptr;
+  std::function<int()> action;
+};
+
+Command add_run(CLI::App& root);
+Command add_eval(CLI::App& root);
+Command add_formats(CLI::App& root);
+Command add_plan(CLI::App& root);
+Command add_env(CLI::App& root);
+Command add_testmodel(CLI::App& root);
+
+// Prints "kvant: MESSAGE" and gives the exit code.
+int fail(const Status& status);
+
+// "--option TEXT" of whole numbers and decimals; messages name the nearest legal value.
+CLI::Validator whole_number(long long lowest, long long highest);
+CLI::Validator decimal(double lowest, double highest);
+CLI::Validator one_of(std::vector<std::string> values);
+CLI::Validator readable_file();
+
+// Options of the cache that run and eval share. Flags win over KVANT_* variables, which win over the defaults.
+struct CacheFlags {
+  int window = -1;         // -1: the scheme's
+  int sinks = -1;
+  std::string attention;   // empty: the environment's
+  std::string isa;
+  bool strict = false;
+  long long limit_mib = 0; // 0: the environment's
+};
+void add_cache_flags(CLI::App* app, CacheFlags* flags);
+
+// Options with everything but the scheme set. `overridden`: a line for each variable that a flag overrides.
+Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<std::string>* overridden);
+// `scheme` with --window and --sinks applied. Unknown names: the nearest registered one is named.
+Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags);
+
+Result<std::string> read_file(const std::string& path);
+
+// Ctrl-C: the first sets a flag, the second ends the process.
+void catch_interrupt();
+bool interrupted();
+
+// Shows "kvant: 42 %, 1:23 left, text" on stderr, only on a terminal and after 2 seconds.
+class ProgressLine {
+ public:
+  ProgressLine();
+  ~ProgressLine() { clear(); }
+  void show(double share, const std::string& what);
+  void clear();
+
+ private:
+  bool terminal_ = false;
+  bool shown_ = false;
+  double start_ = 0, last_ = 0;
+};
+
+double now_seconds();
+int default_threads();
+std::string with_commas(size_t number);  // 1234567 -> "1,234,567"
+std::string mib(size_t bytes);           // "12.3"
+
+}  // namespace kvant::cli

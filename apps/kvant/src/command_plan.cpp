@@ -1,0 +1,141 @@
+// kvant plan: bytes of a cache before anything is loaded.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <memory>
+
+#include "cli.h"
+#include "kvant/eval_report.h"
+#include "kvant/candidate.h"
+#include "kvant/model_shape.h"
+
+namespace kvant::cli {
+namespace {
+
+struct PlanFlags {
+  std::string model, kv = "exact,kv8,kv4";
+  int layers = 0, kv_heads = 0, query_heads = 0, head_dim = 0, value_dim = 0;
+  CacheFlags cache;
+  eval::PlanOptions options;
+  bool json = false, markdown = false;
+};
+
+constexpr char kFooter[] =
+    "\nExamples:\n"
+    "  kvant plan -m model.gguf -c 32768 --sequences 4\n"
+    "  kvant plan --layers 32 --kv-heads 8 --head-dim 128 -c 131072 --kv kv8,kv4\n"
+    "\nBytes are those of a cache whose every sequence holds --ctx-size tokens: the same formula as the allocator's\n"
+    "counter. Weights and llama.cpp's compute buffers are not counted.\n";
+
+Result<eval::ModelShape> shape_of(const PlanFlags& f) {
+  const bool by_hand = f.layers > 0 || f.kv_heads > 0 || f.head_dim > 0;
+  if (!f.model.empty()) {
+    if (by_hand) return Status(Code::kInvalidArgument, "--model already says --layers, --kv-heads and --head-dim; give one or the other");
+    return eval::read_model_shape(f.model);
+  }
+  for (const auto& [name, value] : {std::pair{"--layers", f.layers}, {"--kv-heads", f.kv_heads}, {"--head-dim", f.head_dim}}) {
+    if (value <= 0) return Status(Code::kInvalidArgument, std::string(name) + " is needed, or a model file with --model");
+  }
+  eval::ModelShape shape;
+  shape.name = fmt::format("{} layers, {} KV heads x {}", f.layers, f.kv_heads, f.head_dim);
+  const LayerShape layer{.n_query_heads = f.query_heads > 0 ? f.query_heads : f.kv_heads,
+                         .n_kv_heads = f.kv_heads,
+                         .key_dim = f.head_dim,
+                         .value_dim = f.value_dim > 0 ? f.value_dim : f.head_dim};
+  shape.layers.assign(f.layers, {.shape = layer});
+  return shape;
+}
+
+nlohmann::json plan_json(const std::string& scheme, const eval::Plan& p) {
+  return {{"kv", scheme},
+          {"bits_k", p.bits_k},
+          {"bits_v", p.bits_v},
+          {"bits_per_value", p.bits},
+          {"bytes",
+           {{"packed", p.memory.tile_bytes},
+            {"exact_rows", p.memory.exact_row_bytes},
+            {"tables", p.memory.table_bytes},
+            {"workspace", p.memory.workspace_bytes},
+            {"total", p.memory.total()},
+            {"f16", p.f16_bytes}}},
+          {"times_smaller", static_cast<double>(p.f16_bytes) / static_cast<double>(p.memory.total())}};
+}
+
+std::vector<std::string> plan_row(const std::string& scheme, const eval::Plan& p) {
+  return {scheme,
+          fmt::format("{:.3f} / {:.3f}", p.bits_k, p.bits_v),
+          with_commas(p.memory.tile_bytes),
+          with_commas(p.memory.exact_row_bytes),
+          with_commas(p.memory.table_bytes),
+          with_commas(p.memory.workspace_bytes),
+          with_commas(p.memory.total()),
+          fmt::format("{:.2f}", static_cast<double>(p.f16_bytes) / static_cast<double>(p.memory.total()))};
+}
+
+int do_plan(const PlanFlags& f) {
+  Result<eval::ModelShape> shape = shape_of(f);
+  if (!shape.ok()) return fail(shape.status());
+  std::vector<std::vector<std::string>> rows = {
+      {"scheme", "bits K / V", "packed", "exact rows", "tables", "workspace", "total bytes", "times smaller than f16"}};
+  nlohmann::json plans = nlohmann::json::array();
+  size_t f16 = 0;
+  for (const std::string& text : eval::split_candidates(f.kv)) {
+    Result<std::string> scheme = scheme_with_flags(text, f.cache);
+    if (!scheme.ok()) return fail(scheme.status());
+    eval::PlanOptions options = f.options;
+    options.scheme = scheme.value();
+    Result<eval::Plan> plan = eval::plan_model(shape.value(), options);
+    if (!plan.ok()) return fail(plan.status());
+    f16 = plan.value().f16_bytes;
+    rows.push_back(plan_row(scheme.value(), plan.value()));
+    plans.push_back(plan_json(scheme.value(), plan.value()));
+  }
+  if (plans.empty()) return fail({Code::kInvalidArgument, "--kv: no scheme is listed; for example exact,kv8,kv4"});
+  if (f.json) {
+    const nlohmann::json j = {{"version", 1},
+                              {"model", f.model.empty() ? nlohmann::json(nullptr) : nlohmann::json(f.model)},
+                              {"layers", shape.value().layers.size()},
+                              {"sliding_window", shape.value().sliding_window},
+                              {"ctx_size", f.options.context},
+                              {"sequences", f.options.sequences},
+                              {"plans", plans}};
+    std::printf("%s\n", j.dump(2).c_str());
+    return kOk;
+  }
+  std::printf("%s, %zu layers with a cache, %d sequences of %d tokens; f16 rows alone: %s bytes.\n\n",
+              shape.value().name.c_str(), shape.value().layers.size(), f.options.sequences, f.options.context,
+              with_commas(f16).c_str());
+  std::fputs(eval::format_table(rows, f.markdown).c_str(), stdout);
+  if (shape.value().sliding_window > 0) {
+    std::printf("\nLayers with a sliding window of %d tokens: what their cache holds after that many tokens, at most.\n",
+                shape.value().sliding_window);
+  }
+  return kOk;
+}
+
+}  // namespace
+
+Command add_plan(CLI::App& root) {
+  auto f = std::make_shared<PlanFlags>();
+  f->options.threads = default_threads();
+  CLI::App* app = root.add_subcommand("plan", "bytes of a cache by part, without loading a model");
+  app->footer(kFooter);
+  app->add_option("-m,--model", f->model, "model file (GGUF); only its header is read")->check(readable_file())->type_name("FILE");
+  const char* shape = "Shape, instead of a model";
+  app->add_option("--layers", f->layers, "layers with attention")->check(whole_number(1, 4096))->type_name("N")->group(shape);
+  app->add_option("--kv-heads", f->kv_heads, "KV heads per layer")->check(whole_number(1, 1024))->type_name("N")->group(shape);
+  app->add_option("--query-heads", f->query_heads, "query heads per layer (default: --kv-heads)")->check(whole_number(1, 8192))->type_name("N")->group(shape);
+  app->add_option("--head-dim", f->head_dim, "channels of a key head (32 to 256, a multiple of 8)")->check(whole_number(32, 256))->type_name("N")->group(shape);
+  app->add_option("--value-dim", f->value_dim, "channels of a value head (default: --head-dim)")->check(whole_number(32, 256))->type_name("N")->group(shape);
+  app->add_option("-c,--ctx-size", f->options.context, "tokens per sequence (default 4096)")->check(whole_number(1, 1 << 28))->type_name("N");
+  app->add_option("--sequences", f->options.sequences, "sequences, each in its own stream (default 1)")->check(whole_number(1, 4096))->type_name("N");
+  app->add_option("-t,--threads", f->options.threads, "threads, for the workspace (default: all cores)")->check(whole_number(1, 512))->type_name("N");
+  app->add_option("--kv", f->kv, "schemes (default exact,kv8,kv4)")->type_name("LIST");
+  app->add_option("--window", f->cache.window, "exact recent tokens, instead of the scheme's")->check(whole_number(0, 4096))->type_name("N");
+  app->add_option("--sinks", f->cache.sinks, "exact first tokens, instead of the scheme's")->check(whole_number(0, 256))->type_name("N");
+  app->add_flag("--json", f->json, "print JSON");
+  app->add_flag("--markdown", f->markdown, "print a table for GitHub");
+  return {app, [f] { return do_plan(*f); }};
+}
+
+}  // namespace kvant::cli

@@ -1,0 +1,111 @@
+// kvant: runs, evaluates, plans. Exit codes: exit_codes.h.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "cli.h"
+#include "kvant/candidate.h"
+
+namespace kvant::cli {
+namespace {
+
+constexpr char kDescription[] =
+    "kvant keeps the attention state (KV cache) of language models in 2 to 8 bits and attends on the packed form.";
+
+std::string root_footer() {
+  std::string text =
+      "\nExamples:\n"
+      "  kvant run -m model.gguf --kv kv4                  chat with a 4-bit cache\n"
+      "  kvant eval -m model.gguf -f text.txt --kv llama:q4_0,kv4\n"
+      "  kvant plan -m model.gguf -c 32768                 bytes before anything is loaded\n"
+      "  kvant formats                                     what there is, and what it costs\n"
+      "  eval \"$(kvant env --kv kv4)\"                      llama.cpp's own programs on kvant's cache\n"
+      "\nExit codes:\n";
+  for (const ExitMeaning& e : kExitTable) text += fmt::format("  {:>3}  {}\n", static_cast<int>(e.code), e.meaning);
+  return text;
+}
+
+std::vector<std::string> option_names(const CLI::App* app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app->get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  return names;
+}
+
+// The first argument that nobody took, and the nearest that somebody would.
+std::string unknown_argument(const CLI::App& root) {
+  const CLI::App* app = &root;
+  for (const CLI::App* sub : root.get_subcommands()) app = sub;
+  const std::vector<std::string> own = app->remaining();
+  const std::vector<std::string> rest = own.empty() ? root.remaining() : own;
+  if (rest.empty()) return "";
+  std::vector<std::string> names = option_names(app);
+  if (app == &root && rest[0][0] != '-') {
+    names.clear();
+    for (const CLI::App* sub : root.get_subcommands({})) {
+      if (!sub->get_name().empty()) names.push_back(sub->get_name());
+    }
+  }
+  const std::string given = rest[0].substr(0, rest[0].find('='));
+  const bool option = given[0] == '-';
+  if (app != &root && !option) return fmt::format("'{}' is not expected; {} takes options only", given, app->get_name());
+  return fmt::format("'{}' is not {}; nearest is {}", given, option ? "an option" : "a command", eval::nearest(given, names));
+}
+
+int usage_error(const CLI::App& root, const CLI::ParseError& error) {
+  const std::string name = error.get_name();
+  std::string message = error.what();
+  // What nobody knows comes first: a misspelt option is also missing.
+  const std::string unknown = name == "ExtrasError" || name == "RequiredError" ? unknown_argument(root) : "";
+  if (!unknown.empty()) {
+    message = unknown;
+  } else if (name == "RequiredError" && root.get_subcommands().empty()) {
+    std::fputs(root.help().c_str(), stderr);
+    return kUsage;
+  }
+  std::string command;
+  for (const CLI::App* sub : root.get_subcommands()) command = " " + sub->get_name();
+  std::fprintf(stderr, "kvant%s: %s\n", command.c_str(), message.c_str());
+  // A file that is not there is not a mistake in the option.
+  return message.find("there is no file") != std::string::npos || message.find("is a folder, not a file") != std::string::npos ||
+                 message.find(" cannot be read") != std::string::npos
+             ? kBadFile
+             : kUsage;
+}
+
+int run(int argc, char** argv) {
+  CLI::App root(kDescription, "kvant");
+  root.set_version_flag("--version", std::string("kvant ") + KVANT_VERSION + " (ggml " + KVANT_GGML_VERSION + ")");
+  root.footer(root_footer);
+  root.require_subcommand(1);
+  root.get_formatter()->column_width(34);
+  const std::vector<Command> commands = {add_run(root),  add_eval(root), add_formats(root),
+                                         add_plan(root), add_env(root),  add_testmodel(root)};
+  try {
+    root.parse(argc, argv);
+  } catch (const CLI::Success& request) {
+    return root.exit(request);
+  } catch (const CLI::ParseError& error) {
+    return usage_error(root, error);
+  }
+  for (const Command& command : commands) {
+    if (command.app->parsed()) return command.action();
+  }
+  return kUsage;
+}
+
+}  // namespace
+}  // namespace kvant::cli
+
+int main(int argc, char** argv) {
+  try {
+    return kvant::cli::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "kvant: internal error: %s\n", error.what());
+    return kvant::cli::kFailed;
+  }
+}
