@@ -273,8 +273,8 @@ HWY_INLINE void expand_token_lows(const BandLayout& band, const std::byte* tile,
   }
 }
 
-// Channel scales and centres; `out` has room for kMaxHeadDim + kLanes floats and is 0 beyond the last channel.
-// Reading past the last channel stays in the tile: the 16-byte trailer follows.
+// Channel scales and centres; `out` has room for kMaxHeadDim + kLanes floats and is 0 beyond the last
+// channel. Reading past the last channel stays in the tile: the 16-byte trailer follows.
 HWY_INLINE void expand_channel_scales(const TileLayout& layout, const std::byte* tile, float* out) {
   for (int c = 0; c < layout.head_dim; c += kLanes) {
     store(words_to_scales(tile + layout.channel_scale_offset + 2 * c), out + c);
