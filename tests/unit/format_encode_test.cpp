@@ -4,6 +4,9 @@
 #include <xmmintrin.h>
 #endif
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -368,6 +371,31 @@ TEST(Verify, EveryChangedByteIsNoticed) {
     }
     EXPECT_TRUE(format.verify(tile.data()).ok());
   }
+}
+
+// The published checksum: lower half of XXH3-64 over the tile with the field zero.
+uint32_t published_checksum(std::vector<std::byte> tile) {
+  std::fill_n(tile.end() - sizeof(TileTrailer) + offsetof(TileTrailer, checksum), 4, std::byte{0});
+  return static_cast<uint32_t>(XXH3_64bits(tile.data(), tile.size()));
+}
+
+TEST(Verify, AnotherVersionIsNamed) {
+  const Format format = must_parse("t4", Side::kKey, 64);
+  const std::vector<float> x = normal_tile(64, 19);
+  testing::GuardedTile tile(format.tile_bytes());
+  format.encode({.x = x.data()}, tile.data());
+  TileTrailer trailer;
+  std::byte* const at = tile.data() + format.layout().trailer_offset;
+  std::memcpy(&trailer, at, sizeof(trailer));
+  EXPECT_EQ(trailer.checksum, published_checksum(tile.bytes()));
+  trailer.version = 9;
+  std::memcpy(at, &trailer, sizeof(trailer));
+  EXPECT_EQ(format.verify(tile.data()).code(), Code::kCorrupt);
+  trailer.checksum = published_checksum(tile.bytes());
+  std::memcpy(at, &trailer, sizeof(trailer));
+  const Status status = format.verify(tile.data());
+  EXPECT_EQ(status.code(), Code::kMismatch);
+  EXPECT_THAT(status.message(), ::testing::HasSubstr("tile version 9, this build reads 1"));
 }
 
 TEST(Verify, AnotherFormatIsNamed) {
