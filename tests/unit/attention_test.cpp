@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kvant/isa.h"
 #include "support/harness.h"
 
 namespace kvant {
@@ -26,7 +27,7 @@ std::vector<Entry> positions(int first, int count) {
 
 // Both paths against DQREF, and against each other, for the newest `count` of `tokens` tokens.
 void expect_paths_agree(Engine* engine, int tokens, int count, Look look, const std::string& what) {
-  engine->append(0, 0, 0, tokens, 64);
+  engine->append(0, 0, 0, tokens, 64, {.seal_only = true});
   look.dqref = true;
   look.path = AttentionPath::kDequantize;
   const Outputs plain = engine->attend(positions(tokens - count, count), look);
@@ -48,14 +49,15 @@ TEST_P(KeyFormat, C15EveryValueFormat) {
     poison ^= 0xAA ^ 0xFF;
     const std::string scheme = "k=" + GetParam() + ",v=" + value + ",w=1,s=3";
     Engine engine({.scheme = scheme, .n_slots = 256, .threads = 4, .poison = poison}, content);
-    engine.append(0, 0, 0, 192, 192);
+    engine.append(0, 0, 0, 192, 192, {.seal_only = true});
     const Outputs fused = engine.append(0, 0, 192, 8, 8, {.threads = 1, .dqref = true});
     ASSERT_LT(test::relative_error(fused.engine, fused.dqref),
               test::engine_tolerance(engine.cache(), 0, AttentionPath::kFused))
         << scheme;
     const Outputs four = engine.attend(positions(192, 8), {.threads = 4});
     ASSERT_TRUE(test::same_bits(fused.engine, four.engine)) << scheme;
-    const Outputs plain = engine.attend(positions(192, 8), {.path = AttentionPath::kDequantize, .threads = 4});
+    const Outputs plain =
+        engine.attend(positions(192, 8), {.path = AttentionPath::kDequantize, .threads = 4});
     ASSERT_LT(test::relative_error(plain.engine, fused.dqref), 1e-5) << scheme;
     // A tile is used wherever the format is not exact: nothing falls back to exact rows.
     const HeadScheme& head = engine.cache().layer(LayerId{0}).heads[0];
@@ -104,8 +106,10 @@ TEST(AttentionShapes, KeyAndValueHeadSizesDiffer) {
 TEST(AttentionShapes, QueryGroups) {
   for (const int group : {1, 3, 4, 7, 8, 16, 71}) {
     for (const int n_kv_heads : {1, 2}) {
-      Engine engine({.scheme = "k=t4,v=t3,w=1,s=2", .shapes = {{group * n_kv_heads, n_kv_heads, 64, 32}},
-                     .n_slots = 704, .threads = 3});
+      Engine engine({.scheme = "k=t4,v=t3,w=1,s=2",
+                     .shapes = {{group * n_kv_heads, n_kv_heads, 64, 32}},
+                     .n_slots = 704,
+                     .threads = 3});
       expect_paths_agree(&engine, 650, 3, {}, "group " + std::to_string(group));
     }
   }
@@ -115,7 +119,8 @@ TEST(AttentionShapes, QueryGroups) {
 TEST(AttentionShapes, LayersOfDifferentShapes) {
   Engine engine({.layer_schemes = {"k=t4,v=t8", "exact", "k=c3,v=f16", "k=f16,v=g4"},
                  .shapes = {{4, 2, 64, 64}, {2, 2, 128, 32}, {3, 1, 32, 256}, {8, 1, 256, 40}},
-                 .n_slots = 256, .threads = 2});
+                 .n_slots = 256,
+                 .threads = 2});
   std::vector<Outputs> out;
   ASSERT_TRUE(engine.step(positions(0, 200), {}, &out).ok());
   ASSERT_TRUE(engine.step(positions(200, 4), {.path = AttentionPath::kDequantize, .dqref = true}, &out).ok());
@@ -128,7 +133,8 @@ TEST(AttentionShapes, LayersOfDifferentShapes) {
 }
 
 TEST(AttentionShapes, OneSideExact) {
-  for (const char* scheme : {"k=f16,v=t4,w=1,s=3", "k=t4,v=f16,w=1,s=3", "k=bf16,v=c4,w=1,s=0", "k=g4,v=bf16,w=1,s=0"}) {
+  for (const char* scheme :
+       {"k=f16,v=t4,w=1,s=3", "k=t4,v=f16,w=1,s=3", "k=bf16,v=c4,w=1,s=0", "k=g4,v=bf16,w=1,s=0"}) {
     Engine engine({.scheme = scheme, .n_slots = 256});
     expect_paths_agree(&engine, 200, 8, {}, scheme);
     const bool key_exact = engine.cache().layer(LayerId{0}).heads[0].key_format.exact();
@@ -145,14 +151,14 @@ TEST(AttentionShapes, OneSideExact) {
 TEST(AttentionMasks, SoftCapBiasSlopesAndSinks) {
   const std::vector<float> slopes = {0.5f, 0.125f, 0.03f, 0.25f};
   const std::vector<float> sinks = {0.5f, -3.0f, 4.0f, 0.0f};
-  const std::vector<Look> looks = {{.soft_cap = 2.0f},
-                                   {.bias = true},
-                                   {.alibi_slopes = slopes},
-                                   {.sink_logits = sinks},
-                                   {.sliding_window = 90},
-                                   {.scale = 0.5f},
-                                   {.sliding_window = 150, .scale = 0.2f, .soft_cap = 5.0f, .alibi_slopes = slopes,
-                                    .sink_logits = sinks}};
+  const std::vector<Look> looks = {
+      {.soft_cap = 2.0f},
+      {.bias = true},
+      {.alibi_slopes = slopes},
+      {.sink_logits = sinks},
+      {.sliding_window = 90},
+      {.scale = 0.5f},
+      {.sliding_window = 150, .scale = 0.2f, .soft_cap = 5.0f, .alibi_slopes = slopes, .sink_logits = sinks}};
   for (const char* scheme : {"exact", "k=t4,v=t4,w=1,s=2", "k=c8,v=g8,w=70,s=0"}) {
     for (size_t i = 0; i < looks.size(); ++i) {
       Engine engine({.scheme = scheme, .shapes = {{4, 2, 64, 64}}, .n_slots = 640, .threads = 2});
@@ -176,7 +182,8 @@ TEST(AttentionMasks, NothingVisible) {
     for (const bool sinks : {false, true}) {
       Look look;
       if (sinks) look.sink_logits = {1.0f, -2.0f};
-      const Outputs out = engine.attend({{.seq = 7, .pos = 3, .slot = 0}, {.seq = 0, .pos = 50, .slot = 50}}, look);
+      const Outputs out =
+          engine.attend({{.seq = 7, .pos = 3, .slot = 0}, {.seq = 0, .pos = 50, .slot = 50}}, look);
       EXPECT_EQ(out.engine[0], std::vector<float>(128, 0.0f));
       EXPECT_NE(out.engine[1], std::vector<float>(128, 0.0f));
     }
@@ -283,13 +290,15 @@ TEST(AttentionInvariance, PrefillEqualsSingleSteps) {
     const char* scheme;
     LayerShape shape;
   };
-  for (const Case& c : {Case{"exact", {2, 1, 64, 64}}, Case{"k=t4,v=t4,w=128,s=16", {4, 2, 64, 64}},
-                        Case{"k=c4,v=g3,w=64,s=0", {3, 1, 128, 128}}, Case{"k=t5-3,v=t4a,w=1,s=5", {2, 2, 80, 40}},
-                        Case{"k=g8,v=c8,w=0,s=0", {1, 1, 256, 96}}, Case{"k=ct4,v=f16,w=200,s=80", {8, 1, 32, 32}}}) {
+  for (const Case& c :
+       {Case{"exact", {2, 1, 64, 64}}, Case{"k=t4,v=t4,w=128,s=16", {4, 2, 64, 64}},
+        Case{"k=c4,v=g3,w=64,s=0", {3, 1, 128, 128}}, Case{"k=t5-3,v=t4a,w=1,s=5", {2, 2, 80, 40}},
+        Case{"k=g8,v=c8,w=0,s=0", {1, 1, 256, 96}}, Case{"k=ct4,v=f16,w=200,s=80", {8, 1, 32, 32}}}) {
     for (const AttentionPath path : {AttentionPath::kFused, AttentionPath::kDequantize}) {
       if (path == AttentionPath::kDequantize && c.shape.key_dim != 64) continue;
       const Look look = {.soft_cap = 20.0f, .path = path};
-      Engine prefill({.scheme = c.scheme, .shapes = {c.shape}, .n_slots = 1024, .threads = 2, .poison = 0xAA});
+      Engine prefill(
+          {.scheme = c.scheme, .shapes = {c.shape}, .n_slots = 1024, .threads = 2, .poison = 0xAA});
       const Outputs at_once = prefill.append(0, 0, 0, 1024, 1024, look);
       Engine single({.scheme = c.scheme, .shapes = {c.shape}, .n_slots = 1024, .poison = 0xFF});
       const Outputs steps = single.append(0, 0, 0, 1024, 1, look);
@@ -297,6 +306,32 @@ TEST(AttentionInvariance, PrefillEqualsSingleSteps) {
       EXPECT_EQ(test::stream_hash(prefill.cache(), 0), test::stream_hash(single.cache(), 0)) << c.scheme;
     }
   }
+}
+
+// Every instruction set that this machine runs: right against DQREF, the same bits for prefill and single steps, and the
+// same tiles on all of them.
+TEST(AttentionInvariance, EveryInstructionSet) {
+  const std::string best(active_isa());
+  for (const char* scheme : {"k=t4,v=t3,w=64,s=3", "k=c4,v=c8,w=1,s=0", "k=t5-3,v=g4a,w=1,s=0", "k=g8,v=t6-4,w=1,s=5",
+                             "k=t7,v=ct2,w=1,s=0", "exact"}) {
+    uint64_t hash = 0;
+    for (const std::string_view isa : available_isas()) {
+      ASSERT_TRUE(force_isa(isa).ok());
+      ASSERT_EQ(active_isa(), isa);
+      const std::string what = std::string(scheme) + " on " + std::string(isa);
+      const LayerShape shape = {3, 1, 80, 64};
+      Engine engine({.scheme = scheme, .shapes = {shape}, .n_slots = 640, .threads = 2});
+      expect_paths_agree(&engine, 560, 5, {}, what);
+      const Outputs at_once = engine.append(0, 0, 560, 20, 20);
+      Engine single({.scheme = scheme, .shapes = {shape}, .n_slots = 640});
+      single.append(0, 0, 0, 560, 80, {.seal_only = true});
+      EXPECT_TRUE(test::same_bits(single.append(0, 0, 560, 20, 1).engine, at_once.engine)) << what;
+      const uint64_t own = test::stream_hash(engine.cache(), 0);
+      if (hash == 0) hash = own;
+      EXPECT_EQ(own, hash) << what;
+    }
+  }
+  ASSERT_TRUE(force_isa(best).ok());
 }
 
 }  // namespace
