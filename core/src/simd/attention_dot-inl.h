@@ -194,25 +194,50 @@ HWY_INLINE void bytes_to(I v, void* out, int count) {
 #endif
 }
 
-// The same for four vectors in a row, a vector of bytes.
-HWY_INLINE void four_to_bytes(const I* v, void* out) {
+// Four vectors of integers in 0..255 as bytes, in order.
+HWY_INLINE Bytes pack_unsigned(const I* v) {
 #if KVANT_AVX512
   const __m512i low = _mm512_packs_epi32(v[0].raw, v[1].raw), high = _mm512_packs_epi32(v[2].raw, v[3].raw);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  // Values above 127 are unsigned: their low byte is kept by masking, not by signed saturation.
-  const __m512i mask = _mm512_set1_epi16(0xff);
-  const __m512i bytes = _mm512_packus_epi16(_mm512_and_si512(low, mask), _mm512_and_si512(high, mask));
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
+  return Bytes{_mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high))};
 #elif KVANT_AVX2
-  const __m256i mask = _mm256_set1_epi16(0xff);
-  const __m256i low = _mm256_and_si256(_mm256_packs_epi32(v[0].raw, v[1].raw), mask);
-  const __m256i high = _mm256_and_si256(_mm256_packs_epi32(v[2].raw, v[3].raw), mask);
+  const __m256i low = _mm256_packs_epi32(v[0].raw, v[1].raw), high = _mm256_packs_epi32(v[2].raw, v[3].raw);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(static_cast<__m256i*>(out),
-                      _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
+  return Bytes{_mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order)};
 #else
-  for (int i = 0; i < 4; ++i) bytes_to(v[i], static_cast<uint8_t*>(out) + i * kLanes, kLanes);
+  const hn::Rebind<int16_t, DI> half_words;
+  const hn::Rebind<uint8_t, DS> half_bytes;
+  const auto low = hn::Combine(ds, hn::DemoteTo(half_words, v[1]), hn::DemoteTo(half_words, v[0]));
+  const auto high = hn::Combine(ds, hn::DemoteTo(half_words, v[3]), hn::DemoteTo(half_words, v[2]));
+  return hn::Combine(db, hn::DemoteTo(half_bytes, high), hn::DemoteTo(half_bytes, low));
 #endif
+}
+
+// The same for integers in -128..127, of which the low bytes are kept.
+HWY_INLINE Bytes pack_signed(const I* v) {
+#if KVANT_AVX512
+  const __m512i low = _mm512_packs_epi32(v[0].raw, v[1].raw), high = _mm512_packs_epi32(v[2].raw, v[3].raw);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return Bytes{_mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high))};
+#else
+  const I mask = hn::Set(di, 0xff);
+  const I low_bytes[4] = {hn::And(v[0], mask), hn::And(v[1], mask), hn::And(v[2], mask), hn::And(v[3], mask)};
+  return pack_unsigned(low_bytes);
+#endif
+}
+
+// Sums of four bytes per lane.
+HWY_INLINE I sum_unsigned(Bytes v) {
+  const Partial zero = hn::Zero(hn::DFromV<Partial>());
+  const Partial sum = dot_step(zero, v, hn::Set(db, 1));
+  if constexpr (kDirectDot) return I{sum.raw};
+  return fold(hn::Zero(di), sum);
+}
+HWY_INLINE I sum_signed(Bytes v) {
+  const Partial zero = hn::Zero(hn::DFromV<Partial>());
+  const Partial sum = dot_step(zero, hn::Set(db, 1), v);
+  if constexpr (kDirectDot) return I{sum.raw};
+  return fold(hn::Zero(di), sum);
 }
 
 template <class V, int kTermRows, int kVectors>

@@ -161,30 +161,6 @@ ValueBlockFunction value_block_function(int bits, bool unpacked, int rows) {
   }
 }
 
-// Quantizes 64 weights times token scales of one row to bytes, or to two terms of 64 bytes each; returns the
-// sum of the integers per lane.
-template <int kTerms>
-HWY_INLINE I quantize_weight_row(const float* w, const float* token_scale, float inverse, uint8_t* out) {
-  I sum = hn::Zero(di);
-  KVANT_UNROLL
-  for (int first = 0; first < kTokenVectors; first += 4) {
-    I v[4], low[4];
-    KVANT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int t = (first + i) * kLanes;
-      v[i] = round_to_int(hn::Mul(hn::Mul(load(w + t), load(token_scale + t)), set(inverse)));
-      sum = hn::Add(sum, v[i]);
-      if constexpr (kTerms == 2) {
-        low[i] = hn::And(v[i], hn::Set(di, 63));
-        v[i] = hn::ShiftRight<6>(v[i]);
-      }
-    }
-    four_to_bytes(v, out + first * kLanes);
-    if constexpr (kTerms == 2) four_to_bytes(low, out + kPageTokens + first * kLanes);
-  }
-  return sum;
-}
-
 // Weights of up to four rows for one band.
 struct BandWeights {
   alignas(64) uint8_t bytes[4][2 * kPageTokens];
@@ -192,23 +168,63 @@ struct BandWeights {
   float shift[4];   // what all channels of the band get: -mid * factor * sum of integers, and lows
 };
 
+// Rounds four vectors of scaled weights, stores their terms and returns their sum per lane.
+template <int kTerms>
+HWY_INLINE I quantize_four(const F (&scaled)[4], F inverse, uint8_t* out) {
+  I v[4], low[4];
+  KVANT_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    v[i] = round_to_int(hn::Mul(scaled[i], inverse));
+    if constexpr (kTerms == 2) {
+      low[i] = hn::And(v[i], hn::Set(di, 63));
+      v[i] = hn::ShiftRight<6>(v[i]);
+    }
+  }
+  const Bytes first = pack_unsigned(v);
+  hn::StoreU(first, db, out);
+  I sum = sum_unsigned(first);
+  if constexpr (kTerms == 2) {
+    const Bytes second = pack_unsigned(low);
+    hn::StoreU(second, db, out + kPageTokens);
+    sum = hn::Add(hn::ShiftLeft<6>(sum), sum_unsigned(second));
+  }
+  return sum;
+}
+
+// Four vectors of weights times token scales, from token t on.
+HWY_INLINE void scale_four(const float* w, const float* token_scale, int t, F (&out)[4]) {
+  KVANT_UNROLL
+  for (int i = 0; i < 4; ++i) out[i] = hn::Mul(load(w + t + i * kLanes), load(token_scale + t + i * kLanes));
+}
+
 template <int kRows, int kTerms>
 void quantize_weight_rows(const float* const* w, const float* token_scale, float mid, BandWeights* out) {
-  F max[kRows], sums[kRows];
+  constexpr int kFours = kTokenVectors / 4;
+  // 512-bit registers hold the products of all rows; with shorter ones it is cheaper to multiply twice.
+  constexpr bool kKeep = kFours == 1;
+  F scaled[kRows][4], max[kRows], sums[kRows];
   KVANT_UNROLL
   for (int r = 0; r < kRows; ++r) {
     max[r] = hn::Zero(df);
     KVANT_UNROLL
-    for (int i = 0; i < kTokenVectors; ++i) {
-      max[r] = hn::Max(max[r], hn::Mul(load(w[r] + i * kLanes), load(token_scale + i * kLanes)));
+    for (int n = 0; n < kFours; ++n) {
+      scale_four(w[r], token_scale, 4 * n * kLanes, scaled[r]);
+      max[r] =
+          hn::Max(max[r], hn::Max(hn::Max(scaled[r][0], scaled[r][1]), hn::Max(scaled[r][2], scaled[r][3])));
     }
   }
   const RowScales scales =
       row_scales(reduce_rows<MaxLanes>(max), kTerms == 2 ? kWeightMaxTwoTerms : kWeightMaxOneTerm);
   KVANT_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    sums[r] =
-        hn::ConvertTo(df, quantize_weight_row<kTerms>(w[r], token_scale, scales.inverse[r], out->bytes[r]));
+    const F inverse = set(scales.inverse[r]);
+    I sum = hn::Zero(di);
+    KVANT_UNROLL
+    for (int n = 0; n < kFours; ++n) {
+      if constexpr (!kKeep) scale_four(w[r], token_scale, 4 * n * kLanes, scaled[r]);
+      sum = hn::Add(sum, quantize_four<kTerms>(scaled[r], inverse, out->bytes[r] + 4 * n * kLanes));
+    }
+    sums[r] = hn::ConvertTo(df, sum);
   }
   // Integers up to 4095 * 64, which floats hold exactly.
   const D4 d4;

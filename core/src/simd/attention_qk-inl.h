@@ -20,15 +20,21 @@ HWY_INLINE I quantize_row(const float* x, int channels, float inverse, int8_t* o
     KVANT_UNROLL
     for (int i = 0; i < 4; ++i) {
       v[i] = round_to_int(hn::Mul(load(x + c + i * kLanes), factor));
-      sum = hn::Add(sum, v[i]);
       if constexpr (kTerms == 2) {
         const I hi = hn::ShiftRight<6>(hn::Add(v[i], hn::Set(di, 32)));
         rest[i] = hn::Sub(v[i], hn::ShiftLeft<6>(hi));
         v[i] = hi;
       }
     }
-    four_to_bytes(v, out + c);
-    if constexpr (kTerms == 2) four_to_bytes(rest, out + channels + c);
+    const Bytes first = pack_signed(v);
+    hn::StoreU(first, db, reinterpret_cast<uint8_t*>(out) + c);
+    I added = sum_signed(first);
+    if constexpr (kTerms == 2) {
+      const Bytes second = pack_signed(rest);
+      hn::StoreU(second, db, reinterpret_cast<uint8_t*>(out) + channels + c);
+      added = hn::Add(hn::ShiftLeft<6>(added), sum_signed(second));
+    }
+    sum = hn::Add(sum, added);
   }
   for (; c < channels; c += kLanes) {
     const I v = round_to_int(hn::Mul(load(x + c), factor));
