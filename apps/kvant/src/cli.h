@@ -24,6 +24,8 @@ Command add_formats(CLI::App& root);
 Command add_plan(CLI::App& root);
 Command add_env(CLI::App& root);
 Command add_testmodel(CLI::App& root);
+Command add_calibrate(CLI::App& root);
+Command add_bench(CLI::App& root);
 
 // Prints "kvant: MESSAGE" and gives the exit code.
 int fail(const Status& status);

@@ -83,8 +83,8 @@ int run(int argc, char** argv) {
   root.footer(root_footer);
   root.require_subcommand(1);
   root.get_formatter()->column_width(34);
-  const std::vector<Command> commands = {add_run(root),  add_eval(root), add_formats(root),
-                                         add_plan(root), add_env(root),  add_testmodel(root)};
+  const std::vector<Command> commands = {add_run(root), add_eval(root),      add_calibrate(root), add_formats(root),
+                                         add_plan(root), add_bench(root), add_env(root),       add_testmodel(root)};
   try {
     root.parse(argc, argv);
   } catch (const CLI::Success& request) {
