@@ -3,10 +3,11 @@
 // A tile is one contiguous, 64-byte aligned byte range:
 //
 //   codes of band 0, band 1, ...   bit planes in quad order (below)
-//   token scales, per band         64 words of 16, 8 or 4 bits (+ a 16-bit base per band for 8 and 4 bits)
+//   token scales, per band         64 words of 16, 8 or 4 bits
 //   token lows, per band           64 x binary16, asymmetric token formats only
 //   channel scales                 head_dim x e6m10, channel formats only
 //   channel centres                head_dim x binary16, channel formats only
+//   bases, per band                e6m10, token scales of 8 and 4 bits only
 //   padding
 //   trailer                        16 bytes, the last of the tile: TileTrailer
 //
@@ -130,7 +131,8 @@ class Format {
   // Bits per stored value, all metadata and padding of the tile counted.
   double bits_per_value() const;
 
-  // Writes the whole tile, trailer included. Deterministic: the same bytes on every ISA.
+  // Writes the whole tile, trailer included. Deterministic: the same bytes on every ISA, whatever the tile held
+  // before. Never fails: NaN counts as zero, magnitudes above 1e15 as 1e15 (callers refuse them first).
   EncodeStats encode(const EncodeInput& in, std::byte* tile) const;
   // x: [64][head_dim] what the tile stores (still transformed and centred).
   void decode(const std::byte* tile, float* x) const;
