@@ -248,7 +248,8 @@ verb_setup() {
     "") setup_base ;;
     tools) setup_tools ;;
     server) with_setup_lock setup_server_locked ;;
-    *) die "setup: '$1' is not known; use tools or server, or nothing" ;;
+    gemma) with_setup_lock bash tools/fetch_gemma.sh "$KVANT_HOME/model/gemma" ;;
+    *) die "setup: '$1' is not known; use tools, server or gemma, or nothing" ;;
   esac
   say "set up in $KVANT_HOME"
 }
