@@ -1,5 +1,5 @@
-// Two llama.cpp sessions for backend_test.cpp: one with llama.cpp's own f16 cache on the CPU, one on the KVANT device.
-// Everything else is the same model file, the same library, the same process.
+// Two llama.cpp sessions for backend_test.cpp: one with llama.cpp's own f16 cache on the CPU, one on the
+// KVANT device. Everything else is the same model file, the same library, the same process.
 #pragma once
 
 #include <cstdio>
@@ -19,8 +19,8 @@ namespace kvant::e2e {
   std::exit(1);
 }
 
-#define REQUIRE(condition)                                        \
-  do {                                                            \
+#define REQUIRE(condition)                                                \
+  do {                                                                    \
     if (!(condition)) ::kvant::e2e::fail(__FILE__, __LINE__, #condition); \
   } while (false)
 
@@ -35,11 +35,12 @@ struct ContextDeleter {
 using Model = std::unique_ptr<llama_model, ModelDeleter>;
 using Context = std::unique_ptr<llama_context, ContextDeleter>;
 
-inline Model load_model(const std::string& path, Where where) {
-  ggml_backend_dev_t devices[] = {where == Where::kKvant ? ggml_backend_dev_by_name("KVANT") : nullptr, nullptr};
+inline Model load_model(const std::string& path, Where where, int gpu_layers = 999) {
+  ggml_backend_dev_t devices[] = {where == Where::kKvant ? ggml_backend_dev_by_name("KVANT") : nullptr,
+                                  nullptr};
   llama_model_params params = llama_model_default_params();
   params.devices = devices;
-  params.n_gpu_layers = 999;
+  params.n_gpu_layers = gpu_layers;
   Model model(llama_model_load_from_file(path.c_str(), params));
   REQUIRE(model != nullptr);
   return model;
@@ -53,6 +54,7 @@ struct Setup {
   int threads = 2;
   llama_flash_attn_type flash = LLAMA_FLASH_ATTN_TYPE_ENABLED;
   ggml_type type_k = GGML_TYPE_F16;
+  bool node_by_node = false;  // an evaluation callback that asks for every node
 };
 
 inline Context make_context(llama_model* model, const Setup& s) {
@@ -66,6 +68,7 @@ inline Context make_context(llama_model* model, const Setup& s) {
   p.flash_attn_type = s.flash;
   p.type_k = s.type_k;
   p.no_perf = true;
+  if (s.node_by_node) p.cb_eval = [](ggml_tensor*, bool, void*) { return true; };
   return Context(llama_init_from_model(model, p));
 }
 
@@ -115,8 +118,9 @@ inline std::vector<float> decode_one(llama_context* ctx, const Piece& piece) {
 
 inline std::vector<llama_token> tokenize(const llama_model* model, const std::string& text, size_t n) {
   std::vector<llama_token> tokens(text.size() + 8);
-  const int count = llama_tokenize(llama_model_get_vocab(model), text.c_str(), static_cast<int32_t>(text.size()),
-                                   tokens.data(), static_cast<int32_t>(tokens.size()), true, false);
+  const int count =
+      llama_tokenize(llama_model_get_vocab(model), text.c_str(), static_cast<int32_t>(text.size()),
+                     tokens.data(), static_cast<int32_t>(tokens.size()), true, false);
   REQUIRE(count >= static_cast<int>(n));
   tokens.resize(n);
   return tokens;

@@ -38,9 +38,9 @@ std::string CaptureStderr::text() {
 
 namespace {
 
-// llama.cpp's flash attention sums values in 16 bits, its path without flash attention in 32, as kvant does. So the
-// latter is the reference; with f32 weights, logits of the two paths of llama.cpp differ by up to .06, kvant's from
-// the reference by less than .02 (queries are rounded differently).
+// llama.cpp's flash attention sums values in 16 bits, its path without flash attention in 32, as kvant does.
+// So the latter is the reference; with f32 weights, logits of the two paths of llama.cpp differ by up to .06,
+// kvant's from the reference by less than .02 (queries are rounded differently).
 constexpr float kTolerance = 0.03f;
 constexpr float kFlashTolerance = 0.15f;  // against llama.cpp's flash attention
 
@@ -105,8 +105,11 @@ void greedy(const Fixture& f) {
     }
     next = {.first = next.first + static_cast<llama_pos>(next.tokens.size()), .tokens = {best(x)}};
   }
-  std::printf("  200 greedy tokens are the same, largest logit difference %.5f; from llama.cpp without flash attention "
-              "%.5f (its own flash attention: %.5f)\n", worst, ours, theirs);
+  std::printf(
+      "  200 greedy tokens are the same, largest logit difference %.5f; from llama.cpp without flash "
+      "attention "
+      "%.5f (its own flash attention: %.5f)\n",
+      worst, ours, theirs);
   REQUIRE(worst <= kFlashTolerance);
   REQUIRE(ours <= theirs);
 }
@@ -131,11 +134,13 @@ std::vector<std::vector<float>> sequence_life(const Fixture& f, llama_context* c
   };
   llama_memory_t memory = llama_get_memory(ctx);
   std::vector<Piece> prompts;
-  for (int s = 0; s < 3; ++s) prompts.push_back({.seq = s, .tokens = f.tokens(90, static_cast<size_t>(s) * 50)});
+  for (int s = 0; s < 3; ++s)
+    prompts.push_back({.seq = s, .tokens = f.tokens(90, static_cast<size_t>(s) * 50)});
   keep(decode(ctx, prompts));
   llama_memory_seq_cp(memory, 0, 3, -1, -1);
   std::vector<Piece> step;
-  for (int s = 0; s < 4; ++s) step.push_back({.seq = s, .first = 90, .tokens = f.tokens(1, 300 + static_cast<size_t>(s))});
+  for (int s = 0; s < 4; ++s)
+    step.push_back({.seq = s, .first = 90, .tokens = f.tokens(1, 300 + static_cast<size_t>(s))});
   keep(decode(ctx, step));
   REQUIRE(llama_memory_seq_rm(memory, 1, 60, -1));
   keep(decode(ctx, {{.seq = 1, .first = 60, .tokens = f.tokens(40, 400)}}));
@@ -158,7 +163,8 @@ void sequences(const Fixture& f) {
     REQUIRE(x.size() == y.size() && x.size() == 13);
     float worst = 0;
     for (size_t i = 0; i < x.size(); ++i) worst = std::max(worst, largest_difference(x[i], y[i]));
-    std::printf("  4 sequences, %s: largest logit difference %.5f\n", unified ? "one stream" : "own streams", worst);
+    std::printf("  4 sequences, %s: largest logit difference %.5f\n", unified ? "one stream" : "own streams",
+                worst);
     REQUIRE(worst <= kTolerance);
   }
 }
@@ -167,7 +173,8 @@ void state(const Fixture& f) {
   use_scheme("exact");
   const Setup setup{.n_ctx = 1024, .n_seq = 2, .unified = false};
   const Piece prompt{.tokens = f.tokens(150)}, next{.first = 150, .tokens = f.tokens(3, 150)};
-  Context llama = make_context(f.model(Where::kLlama), setup), a = make_context(f.model(Where::kKvant), setup);
+  Context llama = make_context(f.model(Where::kLlama), setup),
+          a = make_context(f.model(Where::kKvant), setup);
   decode_one(llama.get(), prompt);
   decode_one(a.get(), prompt);
   std::vector<uint8_t> whole(llama_state_get_size(a.get())), one(llama_state_seq_get_size(a.get(), 0));
@@ -184,11 +191,11 @@ void state(const Fixture& f) {
   Context c = make_context(f.model(Where::kKvant), setup);  // used, into the other sequence
   decode_one(c.get(), {.tokens = f.tokens(20, 500)});
   REQUIRE(llama_state_seq_set_data(c.get(), one.data(), one.size(), 1) == one.size());
-  require_close(decode_one(c.get(), {.seq = 1, .first = 150, .tokens = next.tokens}), want, "restored into sequence 1");
+  require_close(decode_one(c.get(), {.seq = 1, .first = 150, .tokens = next.tokens}), want,
+                "restored into sequence 1");
   Context d = make_context(f.model(Where::kKvant), setup);
   REQUIRE(llama_state_seq_set_data(d.get(), theirs.data(), theirs.size(), 0) == theirs.size());
-  require_close(decode_one(d.get(), next), want, "llama.cpp's state, restored by kvant",
-                kFlashTolerance);
+  require_close(decode_one(d.get(), next), want, "llama.cpp's state, restored by kvant", kFlashTolerance);
 
   const llama_state_seq_flags device = LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
   std::vector<uint8_t> kept(llama_state_seq_get_size_ext(c.get(), 1, device));
@@ -214,9 +221,30 @@ void clear(const Fixture& f) {
   std::printf("  the same bits after clearing; cleared memory is given back\n");
 }
 
-// Logits after a prompt in two chunks and eight steps, sequence `seq`; `others`: another sequence runs in between.
+// llama.cpp hands the graph over in pieces: node by node to an evaluation callback, in splits when some
+// layers stay on the CPU.
+void pieces(const Fixture& f) {
+  use_scheme("kv4,w=64");
+  const Piece prompt{.tokens = f.tokens(300)}, next{.first = 300, .tokens = f.tokens(1, 300)};
+  Context whole = make_context(f.model(Where::kKvant), {}),
+          nodes = make_context(f.model(Where::kKvant), {.node_by_node = true});
+  REQUIRE(decode_one(whole.get(), prompt) == decode_one(nodes.get(), prompt));
+  REQUIRE(decode_one(whole.get(), next) == decode_one(nodes.get(), next));
+  std::printf("  equal bits node by node\n");
+  use_scheme("exact");
+  Model partly = load_model(f.path, Where::kKvant, 10);
+  Context a = reference(f, {}), b = make_context(partly.get(), {});
+  require_close(decode_one(a.get(), prompt), decode_one(b.get(), prompt), "10 layers on the device");
+  require_close(decode_one(a.get(), next), decode_one(b.get(), next), "10 layers on the device, next token");
+  const std::vector<ggml::CacheReport> caches = ggml::report();
+  REQUIRE(caches.size() == 3 && caches.back().layers.size() < 30);
+}
+
+// Logits after a prompt in two chunks and eight steps, sequence `seq`; `others`: another sequence runs in
+// between.
 std::vector<float> quantized_run(const Fixture& f, int threads, bool others) {
-  Context ctx = make_context(f.model(Where::kKvant), {.n_ctx = 2048, .n_seq = 2, .unified = false, .threads = threads});
+  Context ctx =
+      make_context(f.model(Where::kKvant), {.n_ctx = 2048, .n_seq = 2, .unified = false, .threads = threads});
   std::vector<float> logits;
   llama_pos pos = 0, other = 0;
   for (const size_t n : {400, 100, 1, 1, 1, 1, 1, 1, 1, 1}) {
@@ -242,7 +270,8 @@ void quantized(const Fixture& f) {
     decode_one(exact.get(), {.tokens = f.tokens(500)});
     const std::vector<float> reference = decode_one(exact.get(), {.first = 500, .tokens = f.tokens(8, 500)});
     const float worst = largest_difference(reference, want);
-    std::printf("  %s: equal bits for 1 and 2 threads and with another sequence; %.4f from exact\n", scheme, worst);
+    std::printf("  %s: equal bits for 1 and 2 threads and with another sequence; %.4f from exact\n", scheme,
+                worst);
     REQUIRE(worst > 0 && worst < (std::strcmp(scheme, "kv8") == 0 ? 0.5f : 4.0f));
   }
 }
@@ -315,7 +344,7 @@ int run_all(int argc, char** argv) {
     const char* name;
     void (*run)(const Fixture&);
   } cases[] = {{"greedy", greedy}, {"ubatches", ubatches}, {"sequences", sequences}, {"state", state},
-               {"clear", clear},   {"quantized", quantized}, {"refusals", refusals}};
+               {"clear", clear},   {"pieces", pieces},     {"quantized", quantized}, {"refusals", refusals}};
   int ran = 0;
   for (const auto& test : cases) {
     if (argc > 3 && std::strcmp(argv[3], test.name) != 0) continue;

@@ -47,7 +47,8 @@ void* buffer_base(ggml_backend_buffer_t buffer) { return buffer_of(buffer).base;
 ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   Side side;
   int layer = 0;
-  if (tensor->view_src != nullptr || !parse_cache_name(tensor->name, &side, &layer)) return GGML_STATUS_SUCCESS;
+  if (tensor->view_src != nullptr || !parse_cache_name(tensor->name, &side, &layer))
+    return GGML_STATUS_SUCCESS;
   Buffer& b = buffer_of(buffer);
   if (b.state == nullptr) b.state = std::make_shared<CacheState>(options());
   buffer->buft = cache_buft();
@@ -75,7 +76,8 @@ void buffer_get(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, si
   keep_error(*cached, cached->state->read(*cached, offset_in_base(tensor, offset), bytes, data));
 }
 
-void buffer_memset(ggml_backend_buffer_t buffer, ggml_tensor* tensor, uint8_t value, size_t offset, size_t bytes) {
+void buffer_memset(ggml_backend_buffer_t buffer, ggml_tensor* tensor, uint8_t value, size_t offset,
+                   size_t bytes) {
   if (cache_tensor(tensor) == nullptr) {
     std::memset(static_cast<char*>(tensor->data) + offset, value, bytes);
     return;
@@ -127,7 +129,8 @@ const char* cache_name(ggml_backend_buffer_type_t) { return "KVANT_KV"; }
 
 ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t type, size_t bytes) {
   bytes = (std::max<size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* base =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   static constexpr ggml_backend_buffer_i kInterface = {
       .free_buffer = buffer_free,
@@ -151,24 +154,22 @@ size_t weight_alignment(ggml_backend_buffer_type_t) { return 64; }
 bool yes(ggml_backend_buffer_type_t) { return true; }
 bool no(ggml_backend_buffer_type_t) { return false; }
 
-ggml_backend_buffer_type host_type = {
-    .iface = {.get_name = host_name,
-              .alloc_buffer = allocate,
-              .get_alignment = weight_alignment,
-              .get_max_size = nullptr,
-              .get_alloc_size = nullptr,
-              .is_host = yes},
-    .device = nullptr,
-    .context = nullptr};
-ggml_backend_buffer_type cache_type = {
-    .iface = {.get_name = cache_name,
-              .alloc_buffer = allocate,
-              .get_alignment = alignment,
-              .get_max_size = nullptr,
-              .get_alloc_size = nullptr,
-              .is_host = no},
-    .device = nullptr,
-    .context = nullptr};
+ggml_backend_buffer_type host_type = {.iface = {.get_name = host_name,
+                                                .alloc_buffer = allocate,
+                                                .get_alignment = weight_alignment,
+                                                .get_max_size = nullptr,
+                                                .get_alloc_size = nullptr,
+                                                .is_host = yes},
+                                      .device = nullptr,
+                                      .context = nullptr};
+ggml_backend_buffer_type cache_type = {.iface = {.get_name = cache_name,
+                                                 .alloc_buffer = allocate,
+                                                 .get_alignment = alignment,
+                                                 .get_max_size = nullptr,
+                                                 .get_alloc_size = nullptr,
+                                                 .is_host = no},
+                                       .device = nullptr,
+                                       .context = nullptr};
 
 }  // namespace
 

@@ -1,11 +1,11 @@
-// Buffers of the KVANT device: lazily committed host memory. A buffer in which llama.cpp places cache tensors turns
-// into a cache buffer, whose content is reached through set, get and copy only.
+// Buffers of the KVANT device: lazily committed host memory. A buffer in which llama.cpp places cache tensors
+// turns into a cache buffer, whose content is reached through set, get and copy only.
 #pragma once
 
 #include <memory>
 
-#include "ggml-backend.h"
 #include "cache_state.h"
+#include "ggml-backend.h"
 
 namespace kvant::ggml {
 

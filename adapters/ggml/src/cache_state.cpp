@@ -32,7 +32,8 @@ std::string check_view(const ggml_tensor* view, const ggml_tensor* base) {
 
 std::string check_head_size(int64_t dim, const char* what) {
   if (dim >= kMinHeadDim && dim <= kMaxHeadDim && dim % 8 == 0) return "";
-  return std::string(what) + " head size " + std::to_string(dim) + " is not a multiple of 8 between 32 and 256";
+  return std::string(what) + " head size " + std::to_string(dim) +
+         " is not a multiple of 8 between 32 and 256";
 }
 
 // Whole system pages inside the range go back to the system; they read as zeros afterwards.
@@ -79,7 +80,8 @@ CacheState::~CacheState() {
 
 Status CacheState::add_tensor(ggml_tensor* tensor, Side side, int model_layer) {
   if (tensor->type != GGML_TYPE_F16) {
-    return {Code::kUnsupported, std::string("the cache was asked for with type ") + ggml_type_name(tensor->type) +
+    return {Code::kUnsupported, std::string("the cache was asked for with type ") +
+                                    ggml_type_name(tensor->type) +
                                     "; kvant needs -ctk f16 -ctv f16 (KVANT_KV sets its own formats)"};
   }
   auto it = std::find_if(layers_.begin(), layers_.end(),
@@ -127,9 +129,8 @@ Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibra
   layer_ids_.clear();
   for (CacheLayer& layer : layers_) {
     if (layer.kind == LayerKind::kPlain && options_.strict) {
-      return {Code::kUnsupported,
-              "layer " + std::to_string(layer.model_layer) + " would stay f16 (" + layer.reason +
-                  ") and KVANT_STRICT=1 forbids that"};
+      return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) + " would stay f16 (" +
+                                      layer.reason + ") and KVANT_STRICT=1 forbids that"};
     }
     if (layer.kind != LayerKind::kManaged) continue;
     const LayerCalibration* basis = nullptr;
@@ -140,7 +141,8 @@ Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibra
     Result<LayerScheme> resolved = resolve_layer(scheme, layer.shape, basis);
     if (!resolved.ok()) {
       return {resolved.status().code(), "KVANT_KV=" + options_.scheme + ", layer " +
-                                            std::to_string(layer.model_layer) + ": " + resolved.status().message()};
+                                            std::to_string(layer.model_layer) + ": " +
+                                            resolved.status().message()};
     }
     if (options_.strict && !resolved.value().reason.empty()) {
       return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) + " would run " +
@@ -163,8 +165,9 @@ Status CacheState::create_cache(int n_threads, uint64_t fingerprint) {
   std::vector<LayerScheme> schemes;
   KVANT_RETURN_IF_ERROR(make_layers(scheme.value(), calibration.value(), &schemes));
   if (schemes.empty()) return {};
-  const auto managed = std::find_if(layers_.begin(), layers_.end(),
-                                    [](const CacheLayer& layer) { return layer.kind == LayerKind::kManaged; });
+  const auto managed = std::find_if(layers_.begin(), layers_.end(), [](const CacheLayer& layer) {
+    return layer.kind == LayerKind::kManaged;
+  });
   const ggml_tensor* base = managed->tensors[0];
   const std::lock_guard<std::mutex> lock(mutex_);
   Result<std::unique_ptr<SlotCache>> made = SlotCache::create(
@@ -201,9 +204,11 @@ Status CacheState::load_staged() {
         }
         int64_t end = row + 1;
         while (end < rows_of(base) && end % slots != 0 && staged[end]) ++end;
-        const auto* data = reinterpret_cast<const uint16_t*>(static_cast<const char*>(base->data) + row * base->nb[1]);
+        const auto* data =
+            reinterpret_cast<const uint16_t*>(static_cast<const char*>(base->data) + row * base->nb[1]);
         KVANT_RETURN_IF_ERROR(cache_->write_rows(layer.id, side, StreamId{static_cast<int32_t>(row / slots)},
-                                                 static_cast<int>(row % slots), static_cast<int>(end - row), data));
+                                                 static_cast<int>(row % slots), static_cast<int>(end - row),
+                                                 data));
         row = end;
       }
       give_back(base->data, ggml_nbytes(base));
@@ -213,8 +218,11 @@ Status CacheState::load_staged() {
 }
 
 Status CacheState::open_batch(std::span<const int64_t> slots, std::span<const LayerSide> writes) {
-  auto written = [&](const LayerSide& w) { return static_cast<size_t>(w.layer.value) * 2 + static_cast<size_t>(w.side); };
-  const bool again = std::any_of(writes.begin(), writes.end(), [&](const LayerSide& w) { return batch_written_[written(w)]; });
+  auto written = [&](const LayerSide& w) {
+    return static_cast<size_t>(w.layer.value) * 2 + static_cast<size_t>(w.side);
+  };
+  const bool again = std::any_of(writes.begin(), writes.end(),
+                                 [&](const LayerSide& w) { return batch_written_[written(w)]; });
   if (again || !std::equal(slots.begin(), slots.end(), batch_slots_.begin(), batch_slots_.end())) {
     batch_slots_.clear();
     KVANT_RETURN_IF_ERROR(cache_->begin_batch(slots, layer_ids_));
@@ -229,10 +237,11 @@ bool CacheState::in_cache(const CacheTensor& tensor) const {
   return created() && layers_[tensor.layer].kind == LayerKind::kManaged;
 }
 
-// Calls whole(stream, slot, count, data) for runs of whole rows and part(stream, slot, begin, bytes, data) for
-// pieces of a row.
+// Calls whole(stream, slot, count, data) for runs of whole rows and part(stream, slot, begin, bytes, data)
+// for pieces of a row.
 template <typename Bytes, typename Whole, typename Part>
-Status CacheState::for_rows(const ggml_tensor* base, size_t offset, size_t bytes, Bytes* data, Whole whole, Part part) {
+Status CacheState::for_rows(const ggml_tensor* base, size_t offset, size_t bytes, Bytes* data, Whole whole,
+                            Part part) {
   const size_t row_bytes = base->nb[1];
   while (bytes > 0) {
     const StreamId stream{static_cast<int32_t>(offset / stream_bytes(base))};
@@ -241,7 +250,8 @@ Status CacheState::for_rows(const ggml_tensor* base, size_t offset, size_t bytes
     const size_t in_row = in_stream % row_bytes;
     size_t done = 0;
     if (in_row == 0 && bytes >= row_bytes) {
-      const size_t count = std::min(bytes / row_bytes, static_cast<size_t>(base->ne[1]) - static_cast<size_t>(slot));
+      const size_t count =
+          std::min(bytes / row_bytes, static_cast<size_t>(base->ne[1]) - static_cast<size_t>(slot));
       KVANT_RETURN_IF_ERROR(whole(stream, slot, static_cast<int>(count), data));
       done = count * row_bytes;
     } else {
@@ -284,7 +294,8 @@ Status CacheState::write(const CacheTensor& tensor, size_t offset, size_t bytes,
     std::vector<bool>& staged = layer.staged[static_cast<int>(tensor.side)];
     staged.resize(rows_of(base), false);
     const size_t first = offset / base->nb[1], last = (offset + bytes - 1) / base->nb[1];
-    std::fill(staged.begin() + static_cast<int64_t>(first), staged.begin() + static_cast<int64_t>(last) + 1, true);
+    std::fill(staged.begin() + static_cast<int64_t>(first), staged.begin() + static_cast<int64_t>(last) + 1,
+              true);
     return {};
   }
   batch_slots_.clear();
@@ -292,7 +303,8 @@ Status CacheState::write(const CacheTensor& tensor, size_t offset, size_t bytes,
   return for_rows(
       base, offset, bytes, static_cast<const char*>(in),
       [&](StreamId stream, int slot, int count, const char* from) {
-        return cache_->write_rows(layer.id, tensor.side, stream, slot, count, reinterpret_cast<const uint16_t*>(from));
+        return cache_->write_rows(layer.id, tensor.side, stream, slot, count,
+                                  reinterpret_cast<const uint16_t*>(from));
       },
       [&](StreamId stream, int slot, size_t begin, size_t n, const char* from) {
         KVANT_RETURN_IF_ERROR(cache_->read_rows(layer.id, tensor.side, stream, slot, 1, row_.data()));
@@ -318,7 +330,8 @@ bool CacheState::copy_stream(const CacheTensor& tensor, size_t from_offset, size
   for (int64_t slot = 0; !staged.empty() && slot < base->ne[1]; ++slot) {
     if (!staged[from.value * base->ne[1] + slot]) continue;
     const size_t row = static_cast<size_t>(slot) * base->nb[1];
-    *status = write(tensor, to_offset + row, base->nb[1], static_cast<const char*>(base->data) + from_offset + row);
+    *status =
+        write(tensor, to_offset + row, base->nb[1], static_cast<const char*>(base->data) + from_offset + row);
     if (!status->ok()) break;
   }
   return true;

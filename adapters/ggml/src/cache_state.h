@@ -1,12 +1,15 @@
-// CacheState: what stands behind the cache tensors of one ggml buffer (one llama.cpp cache object on our device).
+// CacheState: what stands behind the cache tensors of one ggml buffer (one llama.cpp cache object on our
+// device).
 //
-// llama.cpp's tensors are [n_kv_heads * head_dim, slots, streams] in address space that nothing touches: content
-// lives in a SlotCache, made at the first graph that computes attention, because only its nodes tell the head
-// sizes. Until then content that is set (a restored state) waits in the tensors' own memory.
+// llama.cpp's tensors are [n_kv_heads * head_dim, slots, streams] in address space that nothing touches:
+// content lives in a SlotCache, made at the first graph that computes attention, because only its nodes tell
+// the head sizes. Until then content that is set (a restored state) waits in the tensors' own memory.
 //
-// Layers that kvant cannot hold stay what they are for llama.cpp: plain f16 tensors, read by ggml's own operation.
+// Layers that kvant cannot hold stay what they are for llama.cpp: plain f16 tensors, read by ggml's own
+// operation.
 //
-// Thread rules: one caller at a time, like the llama.cpp context that owns the cache; report() from any thread.
+// Thread rules: one caller at a time, like the llama.cpp context that owns the cache; report() from any
+// thread.
 #pragma once
 
 #include <memory>
@@ -34,7 +37,7 @@ inline constexpr char kEngineLayer[] = "llama.cpp f16";
 struct CacheLayer {
   int model_layer = -1;
   ggml_tensor* tensors[2] = {nullptr, nullptr};  // by Side
-  std::vector<bool> staged[2];                   // rows set before the SlotCache exists, stream * slots + slot
+  std::vector<bool> staged[2];  // rows set before the SlotCache exists, stream * slots + slot
   LayerKind kind = LayerKind::kUnseen;
   LayerShape shape;
   LayerId id;  // in the SlotCache, kManaged only
@@ -67,8 +70,8 @@ class CacheState {
   Status add_tensor(ggml_tensor* tensor, Side side, int model_layer);
   // Takes the head sizes from a flash-attention node over these tensors.
   void learn(const ggml_tensor* attention);
-  // Makes the SlotCache for all layers learned so far, when there is none and there are any. `fingerprint` tells
-  // which model it is for; 0: not known.
+  // Makes the SlotCache for all layers learned so far, when there is none and there are any. `fingerprint`
+  // tells which model it is for; 0: not known.
   Status create_cache(int n_threads, uint64_t fingerprint);
 
   bool created() const { return cache_ != nullptr; }
@@ -77,8 +80,8 @@ class CacheState {
   const CacheLayer& layer(int index) const { return layers_[index]; }
   const Options& options() const { return options_; }
 
-  // Slots of the batch that is being computed, in token order. The batch stays open over several graphs (splits,
-  // evaluation callbacks) until other slots, or a layer and side for the second time, are written.
+  // Slots of the batch that is being computed, in token order. The batch stays open over several graphs
+  // (splits, evaluation callbacks) until other slots, or a layer and side for the second time, are written.
   Status open_batch(std::span<const int64_t> slots, std::span<const LayerSide> writes);
   std::span<const int64_t> batch_slots() const { return batch_slots_; }
 
@@ -86,7 +89,8 @@ class CacheState {
   Status read(const CacheTensor& tensor, size_t offset, size_t bytes, void* out);
   Status write(const CacheTensor& tensor, size_t offset, size_t bytes, const void* in);
   // True when it was done: both are whole streams of the same base tensor.
-  bool copy_stream(const CacheTensor& tensor, size_t from_offset, size_t to_offset, size_t bytes, Status* status);
+  bool copy_stream(const CacheTensor& tensor, size_t from_offset, size_t to_offset, size_t bytes,
+                   Status* status);
   void clear();
 
   // A position shift that was refused leaves positions and keys apart: nothing runs until clear().
@@ -116,8 +120,8 @@ class CacheState {
   std::vector<bool> batch_written_;  // [layer][side]
   std::vector<uint16_t> row_;        // one row, for ranges that cut rows
   std::string broken_;
-  mutable std::mutex mutex_;         // creation and closing against report()
-  CacheReport last_report_;          // once closed
+  mutable std::mutex mutex_;  // creation and closing against report()
+  CacheReport last_report_;   // once closed
 };
 
 // All live caches, for report().

@@ -107,7 +107,8 @@ Result<uint64_t> model_fingerprint(const std::string& model_path) {
     const int64_t id = gguf_find_tensor(file.get(), name);
     if (id < 0) break;
     bytes.resize(gguf_get_tensor_size(file.get(), id));
-    in.seekg(static_cast<std::streamoff>(gguf_get_data_offset(file.get()) + gguf_get_tensor_offset(file.get(), id)));
+    in.seekg(static_cast<std::streamoff>(gguf_get_data_offset(file.get()) +
+                                         gguf_get_tensor_offset(file.get(), id)));
     if (!in.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) {
       return Status(Code::kCorrupt, model_path + ": tensor " + name + " ends early");
     }
@@ -124,7 +125,8 @@ uint64_t graph_fingerprint(::ggml_cgraph* graph) {
     const ggml_tensor* weight = node->src[1];
     int layer = -1;
     int end = 0;
-    if (weight == nullptr || std::sscanf(weight->name, "blk.%d.attn_norm.weight%n", &layer, &end) != 1) continue;
+    if (weight == nullptr || std::sscanf(weight->name, "blk.%d.attn_norm.weight%n", &layer, &end) != 1)
+      continue;
     if (end != static_cast<int>(std::strlen(weight->name)) || weight->data == nullptr) continue;
     hash.add(layer, weight->data, ggml_nbytes(weight));
   }
@@ -133,7 +135,8 @@ uint64_t graph_fingerprint(::ggml_cgraph* graph) {
 
 std::string cache_home() {
   if (const char* home = std::getenv("KVANT_HOME"); home != nullptr && *home != 0) return home;
-  if (const char* xdg = std::getenv("XDG_CACHE_HOME"); xdg != nullptr && *xdg != 0) return std::string(xdg) + "/kvant";
+  if (const char* xdg = std::getenv("XDG_CACHE_HOME"); xdg != nullptr && *xdg != 0)
+    return std::string(xdg) + "/kvant";
   const char* home = std::getenv("HOME");
   return std::string(home != nullptr ? home : ".") + "/.cache/kvant";
 }
@@ -181,14 +184,16 @@ Result<Calibration> load_calibration(const std::string& path, uint64_t expected)
   if (!file) return Status(Code::kIo, path + ": not a readable calibration file");
   auto u64 = [&](const char* key) -> uint64_t {
     const int64_t id = gguf_find_key(file.get(), key);
-    return id >= 0 && gguf_get_kv_type(file.get(), id) == GGUF_TYPE_UINT64 ? gguf_get_val_u64(file.get(), id) : 0;
+    return id >= 0 && gguf_get_kv_type(file.get(), id) == GGUF_TYPE_UINT64 ? gguf_get_val_u64(file.get(), id)
+                                                                           : 0;
   };
   const int64_t version = gguf_find_key(file.get(), "kvant.version");
   if (version < 0 || gguf_get_kv_type(file.get(), version) != GGUF_TYPE_UINT32) {
     return Status(Code::kCorrupt, path + ": not a kvant calibration");
   }
   if (gguf_get_val_u32(file.get(), version) != kVersion) {
-    return Status(Code::kMismatch, path + ": version " + std::to_string(gguf_get_val_u32(file.get(), version)) +
+    return Status(Code::kMismatch, path + ": version " +
+                                       std::to_string(gguf_get_val_u32(file.get(), version)) +
                                        ", this kvant reads " + std::to_string(kVersion));
   }
   Calibration calibration;
@@ -203,12 +208,14 @@ Result<Calibration> load_calibration(const std::string& path, uint64_t expected)
     return Status(Code::kMismatch, path + ": made for model " + hex(calibration.fingerprint) + " (" +
                                        calibration.model + "), this model is " + hex(expected));
   }
-  for (ggml_tensor* t = ggml_get_first_tensor(ctx.get()); t != nullptr; t = ggml_get_next_tensor(ctx.get(), t)) {
+  for (ggml_tensor* t = ggml_get_first_tensor(ctx.get()); t != nullptr;
+       t = ggml_get_next_tensor(ctx.get(), t)) {
     int layer = -1;
     const bool key = std::sscanf(t->name, "kvant.key.%d", &layer) == 1;
     const bool value = !key && std::sscanf(t->name, "kvant.value.%d", &layer) == 1;
     if (!key && !value) continue;
-    if (t->type != GGML_TYPE_F16 || t->ne[0] != t->ne[1] || t->ne[0] < kMinHeadDim || t->ne[0] > kMaxHeadDim) {
+    if (t->type != GGML_TYPE_F16 || t->ne[0] != t->ne[1] || t->ne[0] < kMinHeadDim ||
+        t->ne[0] > kMaxHeadDim) {
       return Status(Code::kCorrupt, path + ": tensor " + t->name + " has a wrong type or shape");
     }
     const ggml_tensor* mu = nullptr;

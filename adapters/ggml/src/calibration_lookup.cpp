@@ -13,8 +13,9 @@ Result<std::optional<Calibration>> find_calibration(const Options& options, uint
   if (named && fs::is_directory(path, error)) path /= fs::path(calibration_path(fingerprint)).filename();
   if (!named && (fingerprint == 0 || !fs::exists(path, error))) return std::optional<Calibration>();
   if (fingerprint == 0) {
-    return Status(Code::kMismatch, "KVANT_RECIPE=" + options.recipe +
-                                       ": this model has no attention norms to recognise it by; leave KVANT_RECIPE empty");
+    return Status(Code::kMismatch,
+                  "KVANT_RECIPE=" + options.recipe +
+                      ": this model has no attention norms to recognise it by; leave KVANT_RECIPE empty");
   }
   if (!fs::exists(path, error)) {
     return Status(Code::kIo, "KVANT_RECIPE=" + options.recipe + ": " + path.string() +

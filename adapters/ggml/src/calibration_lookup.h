@@ -8,8 +8,9 @@
 
 namespace kvant::ggml {
 
-// The calibration for a model: options.recipe (a file, or a folder of files named by fingerprint), else the one in
-// the cache folder, if there is one. A recipe that was named must exist and fit; nothing is skipped silently.
+// The calibration for a model: options.recipe (a file, or a folder of files named by fingerprint), else the
+// one in the cache folder, if there is one. A recipe that was named must exist and fit; nothing is skipped
+// silently.
 Result<std::optional<Calibration>> find_calibration(const Options& options, uint64_t fingerprint);
 
 }  // namespace kvant::ggml

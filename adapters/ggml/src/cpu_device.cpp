@@ -48,7 +48,8 @@ const CpuDevice& cpu_device() {
 ggml_backend_buffer_type_t* cpu_extra_bufts() {
   static ggml_backend_buffer_type_t none[] = {nullptr};
   const CpuDevice& cpu = cpu_device();
-  ggml_backend_buffer_type_t* types = cpu.get_extra_bufts != nullptr ? cpu.get_extra_bufts(cpu.device) : nullptr;
+  ggml_backend_buffer_type_t* types =
+      cpu.get_extra_bufts != nullptr ? cpu.get_extra_bufts(cpu.device) : nullptr;
   return types != nullptr ? types : none;
 }
 
@@ -81,7 +82,8 @@ void CpuStream::set_n_threads(int n) {
 // Zero threads: no pool.
 void CpuStream::make_pool(int n) {
   if (cpu_device().device == nullptr) return;
-  auto set_pool = find<decltype(&ggml_backend_cpu_set_threadpool)>(cpu_reg(), "ggml_backend_cpu_set_threadpool");
+  auto set_pool =
+      find<decltype(&ggml_backend_cpu_set_threadpool)>(cpu_reg(), "ggml_backend_cpu_set_threadpool");
   auto new_pool = find<decltype(&ggml_threadpool_new)>(cpu_reg(), "ggml_threadpool_new");
   auto free_pool = find<decltype(&ggml_threadpool_free)>(cpu_reg(), "ggml_threadpool_free");
   if (set_pool == nullptr || new_pool == nullptr || free_pool == nullptr) return;

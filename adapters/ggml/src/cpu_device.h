@@ -1,5 +1,5 @@
-// ggml's own CPU backend, reached through the registry, because it may be a loaded module: everything that is not
-// kvant's is done by it.
+// ggml's own CPU backend, reached through the registry, because it may be a loaded module: everything that is
+// not kvant's is done by it.
 #pragma once
 
 #include "ggml-backend.h"

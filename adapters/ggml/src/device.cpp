@@ -16,8 +16,9 @@ constexpr char kName[] = "KVANT";
 const char* device_name(ggml_backend_dev_t) { return kName; }
 const char* device_description(ggml_backend_dev_t) { return "CPU with kvant's quantized KV cache"; }
 
-// llama.cpp plans with an f16 cache. The scheme's saving is added to the memory there is, so that contexts that fit
-// are not refused; weights are mapped files and compute buffers are small, so the whole figure is scaled.
+// llama.cpp plans with an f16 cache. The scheme's saving is added to the memory there is, so that contexts
+// that fit are not refused; weights are mapped files and compute buffers are small, so the whole figure is
+// scaled.
 void device_memory(ggml_backend_dev_t, size_t* free, size_t* total) {
   *free = *total = 0;
   if (cpu_device().device == nullptr) return;
@@ -36,8 +37,11 @@ void device_props(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
   props->description = device_description(device);
   props->type = device_type(device);
   device_memory(device, &props->memory_free, &props->memory_total);
-  props->caps = {
-      .async = false, .host_buffer = false, .buffer_from_host_ptr = true, .events = false, .mmap_support = true};
+  props->caps = {.async = false,
+                 .host_buffer = false,
+                 .buffer_from_host_ptr = true,
+                 .events = false,
+                 .mmap_support = true};
 }
 
 ggml_backend_t device_init(ggml_backend_dev_t device, const char*) { return make_stream(device); }
@@ -48,8 +52,9 @@ ggml_backend_buffer_t device_from_host_ptr(ggml_backend_dev_t, void* data, size_
   return ggml_backend_cpu_buffer_from_ptr(data, bytes);
 }
 
-// While it loads a model, llama.cpp asks for each weight with a zero-sized buffer of each of our types, ours first.
-// Weights that the CPU would repack are declined there, so that llama.cpp takes the CPU's type as it does without us.
+// While it loads a model, llama.cpp asks for each weight with a zero-sized buffer of each of our types, ours
+// first. Weights that the CPU would repack are declined there, so that llama.cpp takes the CPU's type as it
+// does without us.
 bool wants_repacking(const ggml_tensor* op) {
   const ggml_tensor* weight = op->src[0];
   if (weight == nullptr || weight->buffer == nullptr || weight->buffer->buft != host_buft() ||
@@ -114,35 +119,33 @@ void* reg_proc_address(ggml_backend_reg_t, const char* name) {
 }  // namespace
 
 ggml_backend_dev_t kvant_device() {
-  static ggml_backend_device device = {
-      .iface = {.get_name = device_name,
-                .get_description = device_description,
-                .get_memory = device_memory,
-                .get_type = device_type,
-                .get_props = device_props,
-                .init_backend = device_init,
-                .get_buffer_type = device_buft,
-                .get_host_buffer_type = nullptr,
-                .buffer_from_host_ptr = device_from_host_ptr,
-                .supports_op = device_supports_op,
-                .supports_buft = device_supports_buft,
-                .offload_op = nullptr,
-                .event_new = nullptr,
-                .event_free = nullptr,
-                .event_synchronize = nullptr},
-      .reg = nullptr,
-      .context = nullptr};
+  static ggml_backend_device device = {.iface = {.get_name = device_name,
+                                                 .get_description = device_description,
+                                                 .get_memory = device_memory,
+                                                 .get_type = device_type,
+                                                 .get_props = device_props,
+                                                 .init_backend = device_init,
+                                                 .get_buffer_type = device_buft,
+                                                 .get_host_buffer_type = nullptr,
+                                                 .buffer_from_host_ptr = device_from_host_ptr,
+                                                 .supports_op = device_supports_op,
+                                                 .supports_buft = device_supports_buft,
+                                                 .offload_op = nullptr,
+                                                 .event_new = nullptr,
+                                                 .event_free = nullptr,
+                                                 .event_synchronize = nullptr},
+                                       .reg = nullptr,
+                                       .context = nullptr};
   return &device;
 }
 
 ggml_backend_reg_t backend_reg() {
-  static ggml_backend_reg reg = {
-      .api_version = GGML_BACKEND_API_VERSION,
-      .iface = {.get_name = reg_name,
-                .get_device_count = reg_count,
-                .get_device = reg_device,
-                .get_proc_address = reg_proc_address},
-      .context = nullptr};
+  static ggml_backend_reg reg = {.api_version = GGML_BACKEND_API_VERSION,
+                                 .iface = {.get_name = reg_name,
+                                           .get_device_count = reg_count,
+                                           .get_device = reg_device,
+                                           .get_proc_address = reg_proc_address},
+                                 .context = nullptr};
   kvant_device()->reg = &reg;
   set_buft_device(kvant_device());
   return &reg;

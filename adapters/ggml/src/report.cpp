@@ -127,10 +127,11 @@ std::string describe_scheme(const CacheReport& cache) {
     if (effective != layer.effective) effective = "mixed formats";
   }
   const Bits bits = bits_of(cache);
-  return format("%s, %.2f bits per value (k %.2f, v %.2f), window %d, sinks %d, %.1f times smaller than f16, isa %s, "
-                "%d layers",
-                effective.c_str(), bits.mean, bits.key, bits.value, cache.window, cache.sinks, 16.0 / bits.mean,
-                cache.isa.c_str(), inside);
+  return format(
+      "%s, %.2f bits per value (k %.2f, v %.2f), window %d, sinks %d, %.1f times smaller than f16, isa %s, "
+      "%d layers",
+      effective.c_str(), bits.mean, bits.key, bits.value, cache.window, cache.sinks, 16.0 / bits.mean,
+      cache.isa.c_str(), inside);
 }
 
 std::string describe_use(const std::vector<CacheReport>& caches) {
@@ -149,11 +150,12 @@ std::string describe_use(const std::vector<CacheReport>& caches) {
     pairs += c.pairs_total;
     quantized += c.pairs_quantized;
   }
-  return format("%d slots in %.2f MiB (packed %.2f, exact rows %.2f, tables %.2f, workspace %.2f; f16 rows alone: "
-                "%.2f), peak %.2f MiB, %.1f %% of key reads from packed tiles",
-                used, sum.total() / kMib, sum.tile_bytes / kMib, sum.exact_row_bytes / kMib, sum.table_bytes / kMib,
-                sum.workspace_bytes / kMib, f16 / kMib, peak / kMib,
-                pairs == 0 ? 0.0 : 100.0 * static_cast<double>(quantized) / static_cast<double>(pairs));
+  return format(
+      "%d slots in %.2f MiB (packed %.2f, exact rows %.2f, tables %.2f, workspace %.2f; f16 rows alone: "
+      "%.2f), peak %.2f MiB, %.1f %% of key reads from packed tiles",
+      used, sum.total() / kMib, sum.tile_bytes / kMib, sum.exact_row_bytes / kMib, sum.table_bytes / kMib,
+      sum.workspace_bytes / kMib, f16 / kMib, peak / kMib,
+      pairs == 0 ? 0.0 : 100.0 * static_cast<double>(quantized) / static_cast<double>(pairs));
 }
 
 void print_error(const std::string& message) { std::fprintf(stderr, "kvant: %s\n", message.c_str()); }

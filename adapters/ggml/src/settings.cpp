@@ -21,8 +21,9 @@ namespace {
 std::mutex options_mutex;
 Options current_options;
 
-constexpr std::string_view kVariables[] = {"KVANT_KV",     "KVANT_ATTENTION", "KVANT_ISA",      "KVANT_RECIPE",
-                                           "KVANT_STRICT", "KVANT_QUIET",     "KVANT_LIMIT_MIB"};
+constexpr std::string_view kVariables[] = {"KVANT_KV",       "KVANT_ATTENTION", "KVANT_ISA",
+                                           "KVANT_RECIPE",   "KVANT_STRICT",    "KVANT_QUIET",
+                                           "KVANT_LIMIT_MIB"};
 
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
@@ -52,7 +53,8 @@ Status bad_value(std::string_view name, std::string_view value, std::string_view
 }
 
 Status parse_flag(std::string_view name, std::string_view value, bool* out) {
-  if (value != "0" && value != "1") return bad_value(name, value, value.empty() || value[0] == 'n' ? "0" : "1");
+  if (value != "0" && value != "1")
+    return bad_value(name, value, value.empty() || value[0] == 'n' ? "0" : "1");
   *out = value == "1";
   return {};
 }
@@ -98,7 +100,8 @@ Status set_option(std::string_view key, std::string_view shown, std::string_view
 
 std::string lower_key(std::string_view variable) {
   std::string key(variable.substr(std::strlen("KVANT_")));
-  std::transform(key.begin(), key.end(), key.begin(), [](char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; });
+  std::transform(key.begin(), key.end(), key.begin(),
+                 [](char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; });
   return key;
 }
 
@@ -111,7 +114,8 @@ Status check_spelling() {
     if (std::find(std::begin(kVariables), std::end(kVariables), name) != std::end(kVariables)) continue;
     const std::string_view hint = nearest(name, kVariables);
     if (edit_distance(name, hint) <= (hint.size() > 9 ? 2U : 1U)) {
-      return {Code::kInvalidArgument, std::string(name) + ": not a variable of kvant; nearest is " + std::string(hint)};
+      return {Code::kInvalidArgument,
+              std::string(name) + ": not a variable of kvant; nearest is " + std::string(hint)};
     }
   }
   return {};
@@ -123,7 +127,8 @@ Status configure(const Options& options) {
   std::error_code error;
   const bool recipe = !options.recipe.empty();
   Result<Scheme> scheme = parse_scheme(options.scheme, recipe);
-  if (!scheme.ok()) return {scheme.status().code(), "KVANT_KV=" + options.scheme + ": " + scheme.status().message()};
+  if (!scheme.ok())
+    return {scheme.status().code(), "KVANT_KV=" + options.scheme + ": " + scheme.status().message()};
   if (recipe && !std::filesystem::exists(options.recipe, error)) {
     return {Code::kIo, "KVANT_RECIPE=" + options.recipe + ": no such file or folder"};
   }
@@ -160,8 +165,8 @@ Status options_from_text(std::string_view text, Options base, Options* out) {
     std::vector<std::string> keys;
     for (const std::string_view variable : kVariables) keys.push_back(lower_key(variable));
     if (equals == std::string_view::npos || std::find(keys.begin(), keys.end(), key) == keys.end()) {
-      return {Code::kInvalidArgument,
-              "option '" + std::string(field) + "': not known; nearest is " + std::string(nearest(key, keys)) + "="};
+      return {Code::kInvalidArgument, "option '" + std::string(field) + "': not known; nearest is " +
+                                          std::string(nearest(key, keys)) + "="};
     }
     KVANT_RETURN_IF_ERROR(set_option(key, key, field.substr(equals + 1), &base));
   }
@@ -172,8 +177,8 @@ Status options_from_text(std::string_view text, Options base, Options* out) {
 double nominal_saving() {
   Result<Scheme> scheme = parse_scheme(options().scheme);
   if (!scheme.ok()) return 1.0;
-  Result<LayerScheme> layer = resolve_layer(
-      scheme.value(), {.n_query_heads = 1, .n_kv_heads = 1, .key_dim = 64, .value_dim = 64});
+  Result<LayerScheme> layer =
+      resolve_layer(scheme.value(), {.n_query_heads = 1, .n_kv_heads = 1, .key_dim = 64, .value_dim = 64});
   if (!layer.ok()) return 1.0;
   return std::max(1.0, 32.0 / (layer.value().key_bits() + layer.value().value_bits()));
 }

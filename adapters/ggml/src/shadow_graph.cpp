@@ -60,8 +60,8 @@ bool is_managed(const CacheTensor* tensor) {
   return tensor != nullptr && layer_of(*tensor).kind == LayerKind::kManaged;
 }
 
-// Cache tensors that no other operation may touch: what they hold is not in their memory, or, when attention over
-// them was never seen, flash attention is off.
+// Cache tensors that no other operation may touch: what they hold is not in their memory, or, when attention
+// over them was never seen, flash attention is off.
 const CacheTensor* guarded(const ggml_tensor* tensor) {
   const CacheTensor* cached = tensor != nullptr ? cache_tensor(tensor) : nullptr;
   if (cached == nullptr) return nullptr;
@@ -73,9 +73,10 @@ const CacheTensor* guarded(const ggml_tensor* tensor) {
 Status refuse_node(const ggml_tensor* node, const CacheTensor& cached) {
   const std::string layer = "layer " + std::to_string(layer_of(cached).model_layer);
   if (node->op == GGML_OP_ROPE) {
-    std::string why = "a position shift of the cache (context shift, llama_memory_seq_add) is not supported; positions "
-                      "and keys no longer agree, so nothing runs until the cache is cleared. Run with --no-context-shift "
-                      "or a larger -c";
+    std::string why =
+        "a position shift of the cache (context shift, llama_memory_seq_add) is not supported; positions "
+        "and keys no longer agree, so nothing runs until the cache is cleared. Run with --no-context-shift "
+        "or a larger -c";
     cached.state->set_broken(why);
     return {Code::kUnsupported, std::move(why)};
   }
@@ -83,9 +84,10 @@ Status refuse_node(const ggml_tensor* node, const CacheTensor& cached) {
     return {Code::kUnsupported, "flash attention is off (" + layer + " is read by " + ggml_op_name(node->op) +
                                     "); kvant needs it: use -fa on"};
   }
-  return {Code::kUnsupported, std::string("the operation ") + ggml_op_name(node->op) + " ('" + node->name +
-                                  "') reads the cache of " + layer + "; kvant's cache supports flash attention only: " +
-                                  "use -fa on, or this model without kvant"};
+  return {Code::kUnsupported,
+          std::string("the operation ") + ggml_op_name(node->op) + " ('" + node->name +
+              "') reads the cache of " + layer +
+              "; kvant's cache supports flash attention only: " + "use -fa on, or this model without kvant"};
 }
 
 // ALiBi: slopes of a geometric sequence, with the odd powers of the next one for heads beyond a power of two.
@@ -94,8 +96,9 @@ std::vector<float> alibi_slopes(float max_bias, int n_heads) {
   const int power = 1 << static_cast<int>(std::floor(std::log2(n_heads)));
   std::vector<float> slopes(n_heads);
   for (int h = 0; h < n_heads; ++h) {
-    const float exponent = h < power ? static_cast<float>(h + 1) / static_cast<float>(power)
-                                     : static_cast<float>(2 * (h - power) + 1) / static_cast<float>(2 * power);
+    const float exponent = h < power
+                               ? static_cast<float>(h + 1) / static_cast<float>(power)
+                               : static_cast<float>(2 * (h - power) + 1) / static_cast<float>(2 * power);
     slopes[h] = std::exp2(-max_bias * exponent);
   }
   return slopes;
@@ -129,7 +132,8 @@ Result<std::unique_ptr<ShadowGraph>> ShadowGraph::build(const ggml_cgraph& graph
   for (const auto& use : shadow->uses_) {
     if (!use->state->broken().empty()) return Status(Code::kUnsupported, use->state->broken());
     if (use->state->created()) continue;
-    KVANT_RETURN_IF_ERROR(use->state->create_cache(n_threads, graph_fingerprint(const_cast<ggml_cgraph*>(&graph))));
+    KVANT_RETURN_IF_ERROR(
+        use->state->create_cache(n_threads, graph_fingerprint(const_cast<ggml_cgraph*>(&graph))));
   }
   shadow->context_ = ggml_init({.mem_size = ggml_tensor_overhead() * static_cast<size_t>(replaced + 1),
                                 .mem_buffer = nullptr,
@@ -181,7 +185,8 @@ Status ShadowGraph::add_write(ggml_tensor* node, int index) {
   const std::string where =
       std::string(side_name(cached.side)) + "s of layer " + std::to_string(layer.model_layer);
   if (node->ne[0] != base->ne[0] || node->view_offs != 0) {
-    return {Code::kUnsupported, "flash attention is off (" + where + " are stored transposed); kvant needs it: use -fa on"};
+    return {Code::kUnsupported,
+            "flash attention is off (" + where + " are stored transposed); kvant needs it: use -fa on"};
   }
   if (node->src[0]->type != GGML_TYPE_F32 || node->src[1]->op != GGML_OP_NONE) {
     return {Code::kUnsupported, where + " are written in a way that kvant does not know (" +
@@ -194,8 +199,8 @@ Status ShadowGraph::add_write(ggml_tensor* node, int index) {
   *write = {.use = &use, .target = {layer.id, cached.side}, .rows = node->src[0], .indices = node->src[1]};
   use.writes.push_back(write);
   use.written.push_back(write->target);
-  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2], node->ne[3],
-                                       nullptr, 0, run_write, GGML_N_TASKS_MAX, write);
+  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2],
+                                       node->ne[3], nullptr, 0, run_write, GGML_N_TASKS_MAX, write);
   custom->data = node->data;
   custom->buffer = node->buffer;
   custom->flags |= GGML_TENSOR_FLAG_COMPUTE;
@@ -212,9 +217,10 @@ Status ShadowGraph::add_attention(ggml_tensor* node, int index) {
   const LayerShape& shape = layer.shape;
   if (q->type != GGML_TYPE_F32 || q->ne[2] != shape.n_query_heads || k->ne[0] != shape.key_dim ||
       k->ne[2] != shape.n_kv_heads || node->src[2]->ne[0] != shape.value_dim || q->nb[0] != sizeof(float)) {
-    return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) +
-                                    ": two attention nodes read its cache with different shapes; use this model "
-                                    "without kvant"};
+    return {Code::kUnsupported,
+            "layer " + std::to_string(layer.model_layer) +
+                ": two attention nodes read its cache with different shapes; use this model "
+                "without kvant"};
   }
   CacheUse& use = use_of(k);
   auto same = [&](const auto& g) { return g->use == &use && g->mask == mask && g->n_queries == q->ne[1]; };
@@ -256,8 +262,8 @@ Status ShadowGraph::add_attention(ggml_tensor* node, int index) {
              .soft_cap = params[2],
              .alibi_slopes = a->slopes.empty() ? nullptr : a->slopes.data(),
              .path = use.state->options().attention};
-  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2], node->ne[3],
-                                       nullptr, 0, run_attention, GGML_N_TASKS_MAX, a);
+  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2],
+                                       node->ne[3], nullptr, 0, run_attention, GGML_N_TASKS_MAX, a);
   custom->data = node->data;
   custom->buffer = node->buffer;
   custom->flags |= GGML_TENSOR_FLAG_COMPUTE;
@@ -306,7 +312,8 @@ Status ShadowGraph::start_groups(int first_node) {
       q = {.stream = StreamId{g.first_stream + s},
            .n_queries = g.n_queries,
            .n_slots = g.n_slots,
-           .own_slot = std::span<const int32_t>(g.own_slots).subspan(static_cast<size_t>(s) * g.n_queries, g.n_queries)};
+           .own_slot = std::span<const int32_t>(g.own_slots)
+                           .subspan(static_cast<size_t>(s) * g.n_queries, g.n_queries)};
       if (g.mask == nullptr) continue;
       const char* data = static_cast<const char*>(g.mask->data) + (s % g.mask->ne[3]) * g.mask->nb[3];
       q.mask = reinterpret_cast<const uint16_t*>(data);
@@ -319,7 +326,8 @@ Status ShadowGraph::start_groups(int first_node) {
     if (a->group->first_node != first_node) continue;
     a->args.q = static_cast<const float*>(a->node->src[0]->data);
     a->args.out = static_cast<float*>(a->node->data);
-    a->args.sink_logits = a->node->src[4] != nullptr ? static_cast<const float*>(a->node->src[4]->data) : nullptr;
+    a->args.sink_logits =
+        a->node->src[4] != nullptr ? static_cast<const float*>(a->node->src[4]->data) : nullptr;
     KVANT_RETURN_IF_ERROR(a->job.prepare(&a->use->state->cache(), &a->use->state->workspace(), a->args));
   }
   return {};
@@ -363,8 +371,9 @@ std::vector<std::shared_ptr<CacheState>> ShadowGraph::caches() const {
 
 void ShadowGraph::run_write(ggml_tensor*, int ith, int nth, void* userdata) {
   const Write& w = *static_cast<const Write*>(userdata);
-  w.use->state->cache().write(w.target.layer, w.target.side, w.use->slots, static_cast<const float*>(w.rows->data),
-                              w.rows->nb[1] / sizeof(float), {.ith = ith, .nth = nth});
+  w.use->state->cache().write(w.target.layer, w.target.side, w.use->slots,
+                              static_cast<const float*>(w.rows->data), w.rows->nb[1] / sizeof(float),
+                              {.ith = ith, .nth = nth});
 }
 
 void ShadowGraph::run_attention(ggml_tensor*, int ith, int nth, void* userdata) {

@@ -1,5 +1,6 @@
-// ShadowGraph: the graph that ggml's CPU backend runs instead of llama.cpp's. Writes to cache tensors and attention
-// over them are custom nodes with the same output memory; every other node is the original one, in the same order.
+// ShadowGraph: the graph that ggml's CPU backend runs instead of llama.cpp's. Writes to cache tensors and
+// attention over them are custom nodes with the same output memory; every other node is the original one, in
+// the same order.
 //
 // One graph of llama.cpp is computed many times; its shadow is built once and recognised by the graph's uid.
 #pragma once
@@ -17,8 +18,8 @@ namespace kvant::ggml {
 
 class ShadowGraph {
  public:
-  // Fails, before anything is computed, when some node cannot run on kvant's cache. Creates SlotCaches that the
-  // graph needs and that do not exist yet.
+  // Fails, before anything is computed, when some node cannot run on kvant's cache. Creates SlotCaches that
+  // the graph needs and that do not exist yet.
   static Result<std::unique_ptr<ShadowGraph>> build(const ggml_cgraph& graph, int n_threads);
   ~ShadowGraph();
 

@@ -1,7 +1,9 @@
 // A stream (ggml calls it backend): computes graphs, by way of their shadows.
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -23,37 +25,52 @@ struct Stream {
 
 Stream& stream_of(ggml_backend_t backend) { return *static_cast<Stream*>(backend->context); }
 
+std::mutex error_mutex;
+Status failed_status;  // of the last graph that could not be computed, until it is taken
+
+void keep_error(const Status& status) {
+  const std::lock_guard<std::mutex> lock(error_mutex);
+  failed_status = status;
+}
+
 void say_error(Stream* stream, const std::string& message) {
   if (message == stream->last_error) return;
   stream->last_error = message;
   print_error(message);
 }
 
-// The first cache tells what runs; layers that stay f16 are told for every cache.
-void announce(const CacheReport& report, bool first) {
-  if (first) print_note(describe_scheme(report));
+// One line for all caches of a model (those with window layers have two); one more when layers stay f16.
+void announce(const std::vector<CacheReport>& caches) {
+  CacheReport all = caches.front();
+  for (size_t i = 1; i < caches.size(); ++i) {
+    all.layers.insert(all.layers.end(), caches[i].layers.begin(), caches[i].layers.end());
+  }
+  print_note(describe_scheme(all));
   std::string reason;
   int n = 0;
-  for (const LayerScheme& layer : report.layers) {
-    if (layer.reason.empty()) continue;
-    if (n++ == 0) reason = layer.reason;
+  for (const LayerScheme& layer : all.layers) {
+    if (!layer.reason.empty() && n++ == 0) reason = layer.reason;
   }
   if (n > 0) print_note(std::to_string(n) + " layers run differently than asked for: " + reason);
 }
 
 void note_caches(Stream* stream, const ShadowGraph& shadow) {
+  std::vector<CacheReport> fresh;
   for (const std::shared_ptr<CacheState>& state : shadow.caches()) {
-    if (!state->created() || std::find(stream->caches.begin(), stream->caches.end(), state) != stream->caches.end()) {
+    if (!state->created() ||
+        std::find(stream->caches.begin(), stream->caches.end(), state) != stream->caches.end()) {
       continue;
     }
     stream->caches.push_back(state);
-    announce(state->report(), stream->caches.size() == 1);
+    fresh.push_back(state->report());
   }
+  if (!fresh.empty()) announce(fresh);
 }
 
 ShadowGraph* find_shadow(Stream* stream, const ggml_cgraph& graph, Status* error) {
   std::vector<std::unique_ptr<ShadowGraph>>& shadows = stream->shadows;
-  const auto it = std::find_if(shadows.rbegin(), shadows.rend(), [&](const auto& s) { return s->is_for(graph); });
+  const auto it =
+      std::find_if(shadows.rbegin(), shadows.rend(), [&](const auto& s) { return s->is_for(graph); });
   if (it != shadows.rend()) {
     std::rotate(it.base() - 1, it.base(), shadows.end());
     return shadows.back().get();
@@ -73,8 +90,10 @@ ggml_status stream_compute(ggml_backend_t backend, ggml_cgraph* graph) {
   Stream& stream = stream_of(backend);
   Status error;
   ShadowGraph* shadow = find_shadow(&stream, *graph, &error);
-  const ggml_status status = shadow != nullptr ? shadow->compute(*graph, stream.cpu, &error) : GGML_STATUS_FAILED;
+  const ggml_status status =
+      shadow != nullptr ? shadow->compute(*graph, stream.cpu, &error) : GGML_STATUS_FAILED;
   if (!error.ok()) {
+    keep_error(error);
     say_error(&stream, error.message());
   } else if (status == GGML_STATUS_SUCCESS) {
     stream.last_error.clear();
@@ -95,6 +114,11 @@ void stream_free(ggml_backend_t backend) {
 
 }  // namespace
 
+Status take_error() {
+  const std::lock_guard<std::mutex> lock(error_mutex);
+  return std::exchange(failed_status, Status());
+}
+
 ggml_backend_t make_stream(ggml_backend_dev_t device) {
   static ggml_guid guid = {0x6b, 0x76, 0x61, 0x6e, 0x74, 0x2d, 0x67, 0x67,
                            0x6d, 0x6c, 0x2d, 0x73, 0x74, 0x72, 0x6d, 0x31};
@@ -110,7 +134,9 @@ ggml_backend_t make_stream(ggml_backend_dev_t device) {
   return new ggml_backend{.guid = &guid, .iface = interface, .device = device, .context = stream.release()};
 }
 
-void set_stream_threads(ggml_backend_t backend, int n_threads) { stream_of(backend).cpu.set_n_threads(n_threads); }
+void set_stream_threads(ggml_backend_t backend, int n_threads) {
+  stream_of(backend).cpu.set_n_threads(n_threads);
+}
 
 void set_stream_abort(ggml_backend_t backend, ggml_abort_callback callback, void* data) {
   if (cpu_device().set_abort_callback != nullptr) {

@@ -59,6 +59,9 @@ struct CacheReport {
 std::vector<CacheReport> report();
 void reset_counters();
 
+// Why the last graph that failed could not be computed, of any stream; ok when none failed since the last call. Engines
+// only see that a graph failed.
+Status take_error();
 // What report() says, as one JSON object: {"version":1,"caches":[...]}; docs/backend.md lists the fields.
 std::string report_json();
 // One line for people: the scheme that the caches run, and what they used.
