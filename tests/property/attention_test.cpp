@@ -37,8 +37,10 @@ Look any_look(int n_query_heads) {
   if (*rc::gen::inRange(0, 4) == 0) look.soft_cap = static_cast<float>(*rc::gen::inRange(1, 40));
   if (*rc::gen::inRange(0, 4) == 0) look.bias = true;
   if (*rc::gen::inRange(0, 4) == 0) look.sliding_window = *rc::gen::inRange(1, 200);
-  for (int h = 0; h < n_query_heads && look.soft_cap > 20; ++h) look.alibi_slopes.push_back(1.0f / (2.0f + h));
-  for (int h = 0; h < n_query_heads && look.bias; ++h) look.sink_logits.push_back(static_cast<float>(h % 5 - 2));
+  for (int h = 0; h < n_query_heads && look.soft_cap > 20; ++h)
+    look.alibi_slopes.push_back(1.0f / (2.0f + h));
+  for (int h = 0; h < n_query_heads && look.bias; ++h)
+    look.sink_logits.push_back(static_cast<float>(h % 5 - 2));
   return look;
 }
 
@@ -46,14 +48,18 @@ TEST(AttentionProperty, EngineEqualsDqref) {
   EXPECT_TRUE(rc::check("engine equals DQREF", [] {
     const LayerShape shape = any_shape();
     std::ostringstream scheme;
-    scheme << "k=" << any_format(Side::kKey, shape.key_dim) << ",v=" << any_format(Side::kValue, shape.value_dim)
-           << ",w=" << *rc::gen::inRange(0, 150) << ",s=" << *rc::gen::inRange(0, 20);
+    scheme << "k=" << any_format(Side::kKey, shape.key_dim)
+           << ",v=" << any_format(Side::kValue, shape.value_dim) << ",w=" << *rc::gen::inRange(0, 150)
+           << ",s=" << *rc::gen::inRange(0, 20);
     RC_TAG(scheme.str().substr(2, 1));
     const int tokens = *rc::gen::inRange(2, 320);
     const int sequences = *rc::gen::inRange(1, 4);
     const int chunk = *rc::gen::inRange(1, 130);
     const int run = *rc::gen::inRange(1, 50);
-    Engine engine({.scheme = scheme.str(), .shapes = {shape}, .n_slots = 640, .threads = 3,
+    Engine engine({.scheme = scheme.str(),
+                   .shapes = {shape},
+                   .n_slots = 640,
+                   .threads = 3,
                    .poison = *rc::gen::element(0xAA, 0xFF)},
                   test::random_content(static_cast<uint64_t>(tokens)));
     // Runs of `run` tokens of each sequence in turn, from a slot that need not start a page.

@@ -26,7 +26,11 @@ constexpr Side kSides[] = {Side::kKey, Side::kValue};
 class History {
  public:
   History(const char* scheme, int poison)
-      : engine_({.scheme = scheme, .shapes = {{4, 2, 64, 48}}, .n_slots = kSlots, .n_streams = kStreams, .threads = 2,
+      : engine_({.scheme = scheme,
+                 .shapes = {{4, 2, 64, 48}},
+                 .n_slots = kSlots,
+                 .n_streams = kStreams,
+                 .threads = 2,
                  .poison = poison}) {}
 
   void step() {
@@ -128,6 +132,7 @@ class History {
           RC_ASSERT((page.tiles != nullptr) == (page.tile_mask != 0));
           RC_ASSERT((page.kept != nullptr) == (page.kept_mask != 0));
           RC_ASSERT((page.kept_mask & ~page.kept_layout) == 0u);
+          RC_ASSERT((page.kept_mask & page.row_mask) == 0u);
           RC_ASSERT(page.row_mask == 0 || page.rows != nullptr);
           if (page.tiles != nullptr) check_tiles(page, side);
         }

@@ -15,7 +15,9 @@ namespace {
 constexpr uint16_t kHidden = 0xFC00;
 constexpr Side kSides[] = {Side::kKey, Side::kValue};
 
-int dim_of(const LayerShape& shape, Side side) { return side == Side::kKey ? shape.key_dim : shape.value_dim; }
+int dim_of(const LayerShape& shape, Side side) {
+  return side == Side::kKey ? shape.key_dim : shape.value_dim;
+}
 
 uint64_t mix(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
@@ -79,7 +81,8 @@ Content tag_content() {
     TokenRows rows;
     rows.q.assign(static_cast<size_t>(shape.n_query_heads) * shape.key_dim, 1.0f);
     rows.k.assign(static_cast<size_t>(shape.n_kv_heads) * shape.key_dim, 0.0f);
-    rows.v.assign(static_cast<size_t>(shape.n_kv_heads) * shape.value_dim, static_cast<float>(1000 * seq + pos));
+    rows.v.assign(static_cast<size_t>(shape.n_kv_heads) * shape.value_dim,
+                  static_cast<float>(1000 * seq + pos));
     return rows;
   };
 }
@@ -94,7 +97,8 @@ void in_threads(int threads, const std::function<void(WorkShare)>& body) {
   for (std::thread& t : others) t.join();
 }
 
-Engine::Engine(EngineOptions options, Content content) : options_(std::move(options)), content_(std::move(content)) {
+Engine::Engine(EngineOptions options, Content content)
+    : options_(std::move(options)), content_(std::move(content)) {
   Result<Scheme> scheme = parse_scheme(options_.scheme);
   if (!scheme.ok()) {
     ADD_FAILURE() << scheme.status().message();
@@ -149,7 +153,8 @@ std::optional<float> Engine::mask_value(const Entry& query, int slot, const Look
   return 0.0f;
 }
 
-Status Engine::run(const std::vector<Entry>& entries, const Look& look, bool write, std::vector<Outputs>* out) {
+Status Engine::run(const std::vector<Entry>& entries, const Look& look, bool write,
+                   std::vector<Outputs>* out) {
   out->assign(options_.shapes.size(), Outputs());
   std::vector<int32_t> layers(options_.shapes.size());
   for (size_t i = 0; i < layers.size(); ++i) layers[i] = static_cast<int32_t>(i);
@@ -198,8 +203,7 @@ Status Engine::run(const std::vector<Entry>& entries, const Look& look, bool wri
           const TokenRows token = content_(layer, shape, e.seq, e.pos);
           const std::vector<float>& x = side == Side::kKey ? token.k : token.v;
           rows.insert(rows.end(), x.begin(), x.end());
-          std::vector<float>& kept =
-              originals_[{layer, static_cast<int>(side), e.stream, e.slot}];
+          std::vector<float>& kept = originals_[{layer, static_cast<int>(side), e.stream, e.slot}];
           kept.resize(width);
           std::transform(x.begin(), x.end(), kept.begin(), round_half);
         }
@@ -220,8 +224,9 @@ Status Engine::run(const std::vector<Entry>& entries, const Look& look, bool wri
   return cache_->take_error();
 }
 
-void Engine::run_layer(int layer, const std::vector<std::vector<int>>& by_stream, const std::vector<Entry>& entries,
-                       const Look& look, const BatchPlan& plan, Outputs* out) {
+void Engine::run_layer(int layer, const std::vector<std::vector<int>>& by_stream,
+                       const std::vector<Entry>& entries, const Look& look, const BatchPlan& plan,
+                       Outputs* out) {
   const LayerShape& shape = options_.shapes[layer];
   size_t most = 0;
   for (const auto& list : by_stream) most = std::max(most, list.size());
@@ -236,21 +241,22 @@ void Engine::run_layer(int layer, const std::vector<std::vector<int>>& by_stream
     }
   }
   std::vector<float> result(out_token * most * by_stream.size(), std::nanf(""));
-  AttentionArgs args = {.layer = LayerId{layer},
-                        .plan = &plan,
-                        .q = q.data(),
-                        .q_head = static_cast<size_t>(shape.key_dim),
-                        .q_token = q_token,
-                        .q_stream = most * q_token,
-                        .out = result.data(),
-                        .out_head = static_cast<size_t>(shape.value_dim),
-                        .out_token = out_token,
-                        .out_stream = most * out_token,
-                        .scale = look.scale != 0 ? look.scale : 1.0f / std::sqrt(static_cast<float>(shape.key_dim)),
-                        .soft_cap = look.soft_cap,
-                        .alibi_slopes = look.alibi_slopes.empty() ? nullptr : look.alibi_slopes.data(),
-                        .sink_logits = look.sink_logits.empty() ? nullptr : look.sink_logits.data(),
-                        .path = look.path};
+  AttentionArgs args = {
+      .layer = LayerId{layer},
+      .plan = &plan,
+      .q = q.data(),
+      .q_head = static_cast<size_t>(shape.key_dim),
+      .q_token = q_token,
+      .q_stream = most * q_token,
+      .out = result.data(),
+      .out_head = static_cast<size_t>(shape.value_dim),
+      .out_token = out_token,
+      .out_stream = most * out_token,
+      .scale = look.scale != 0 ? look.scale : 1.0f / std::sqrt(static_cast<float>(shape.key_dim)),
+      .soft_cap = look.soft_cap,
+      .alibi_slopes = look.alibi_slopes.empty() ? nullptr : look.alibi_slopes.data(),
+      .sink_logits = look.sink_logits.empty() ? nullptr : look.sink_logits.data(),
+      .path = look.path};
   const Status prepared = job_.prepare(cache_.get(), workspace_.get(), args);
   EXPECT_TRUE(prepared.ok()) << prepared.message();
   in_threads(look.threads > 0 ? look.threads : options_.threads, [&](WorkShare share) { job_.run(share); });
@@ -451,11 +457,11 @@ uint64_t stream_hash(const SlotCache& cache, int stream) {
   return h;
 }
 
-// The fused path rounds a query to 8 bits per band (13 bits for codes of 7 and 8 bits) and the weights of a page,
-// times their token scales, to 8 (12) bits. For Gaussian queries the largest of a band is about 3 standard
-// deviations, so rounding adds 3 / 127 / sqrt(12) = 0.7 % noise to logits of size 1, and that to the output. Weights
-// of such logits have a maximum of about 4 times their root mean square: 4 / 255 / sqrt(12) = 0.45 %.
-// Asymmetric grids multiply codes that are not centred, which are 2 to 3 times larger.
+// The fused path rounds a query to 8 bits per band (13 bits for codes of 7 and 8 bits) and the weights of a
+// page, times their token scales, to 8 (12) bits. For Gaussian queries the largest of a band is about 3
+// standard deviations, so rounding adds 3 / 127 / sqrt(12) = 0.7 % noise to logits of size 1, and that to the
+// output. Weights of such logits have a maximum of about 4 times their root mean square: 4 / 255 / sqrt(12) =
+// 0.45 %. Asymmetric grids multiply codes that are not centred, which are 2 to 3 times larger.
 double engine_tolerance(const SlotCache& cache, int layer, AttentionPath path) {
   double square = 1e-5 * 1e-5;
   if (path != AttentionPath::kFused) return std::sqrt(square);

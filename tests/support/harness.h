@@ -1,5 +1,5 @@
-// Drives a SlotCache as an engine does: appends tokens of sequences in batches, builds the masks, runs attention
-// with threads, and keeps the original rows, so that every output can be judged twice: against
+// Drives a SlotCache as an engine does: appends tokens of sequences in batches, builds the masks, runs
+// attention with threads, and keeps the original rows, so that every output can be judged twice: against
 // reference_attention (DQREF, what the cache stores) and against double-precision attention over the original
 // rows (REF).
 #pragma once
@@ -39,12 +39,12 @@ struct Look {
   float soft_cap = 0.0f;
   std::vector<float> alibi_slopes = {};  // [n_query_heads]; the mask then holds -(distance)
   std::vector<float> sink_logits = {};   // [n_query_heads]
-  bool bias = false;                // mask holds -(distance) / 8, rounded to binary16
+  bool bias = false;                     // mask holds -(distance) / 8, rounded to binary16
   AttentionPath path = AttentionPath::kFused;
-  int threads = 0;     // 0: as the engine
+  int threads = 0;         // 0: as the engine
   bool seal_only = false;  // writes and seals, no attention and no outputs
-  bool dqref = false;  // also run reference_attention
-  bool ref = false;    // also run attention over the original rows
+  bool dqref = false;      // also run reference_attention
+  bool ref = false;        // also run attention over the original rows
 };
 
 // Rows of one token in one layer, all heads.
@@ -88,8 +88,8 @@ class Engine {
 
   // One batch. The outputs, per layer. A failed status leaves the outputs empty.
   Status step(const std::vector<Entry>& entries, const Look& look, std::vector<Outputs>* out);
-  // Appends positions of a sequence at slot = position of `stream`, `chunk` tokens a batch; outputs of layer 0
-  // of all positions in order. Fails the test on an error.
+  // Appends positions of a sequence at slot = position of `stream`, `chunk` tokens a batch; outputs of layer
+  // 0 of all positions in order. Fails the test on an error.
   Outputs append(int stream, int seq, int first_pos, int count, int chunk, const Look& look = {});
   // Attention again for entries that are in the cache already (nothing is written); layer 0.
   Outputs attend(const std::vector<Entry>& entries, const Look& look);
@@ -120,7 +120,7 @@ class Engine {
   std::unique_ptr<SlotCache> cache_;
   std::unique_ptr<AttentionWorkspace> workspace_;
   AttentionJob job_;
-  std::vector<std::vector<Owner>> owners_;                       // [stream][slot]
+  std::vector<std::vector<Owner>> owners_;                                  // [stream][slot]
   std::map<std::tuple<int, int, int, int>, std::vector<float>> originals_;  // layer, side, stream, slot
 };
 
@@ -138,8 +138,9 @@ bool same_bits(const std::vector<std::vector<float>>& a, const std::vector<std::
 // Everything a stream holds, tiles as bytes, in slot order: equal for equal content.
 uint64_t stream_hash(const SlotCache& cache, int stream);
 
-// Tolerance of the engine against DQREF, as relative_error over outputs of Gaussian data: float rounding where
-// nothing is rounded to integers, else what the rounding of queries and weights allows (see harness.cpp).
+// Tolerance of the engine against DQREF, as relative_error over outputs of Gaussian data: float rounding
+// where nothing is rounded to integers, else what the rounding of queries and weights allows (see
+// harness.cpp).
 double engine_tolerance(const SlotCache& cache, int layer, AttentionPath path);
 
 }  // namespace kvant::test

@@ -308,12 +308,23 @@ TEST(AttentionInvariance, PrefillEqualsSingleSteps) {
   }
 }
 
-// Every instruction set that this machine runs: right against DQREF, the same bits for prefill and single steps, and the
-// same tiles on all of them.
+// Four runs, shared by threads for single steps and not for a batch: merged in the same order.
+TEST(AttentionInvariance, RunsAreMergedInOrder) {
+  for (const char* scheme : {"exact", "k=t4,v=t4,w=64,s=3"}) {
+    Engine batch({.scheme = scheme, .n_slots = 1664});
+    Engine steps({.scheme = scheme, .n_slots = 1664, .threads = 3, .poison = 0xFF});
+    for (Engine* engine : {&batch, &steps}) engine->append(0, 0, 0, 1600, 100, {.seal_only = true});
+    EXPECT_TRUE(
+        test::same_bits(batch.append(0, 0, 1600, 32, 32).engine, steps.append(0, 0, 1600, 32, 1).engine));
+  }
+}
+
+// Every instruction set that this machine runs: right against DQREF, the same bits for prefill and single
+// steps, and the same tiles on all of them.
 TEST(AttentionInvariance, EveryInstructionSet) {
   const std::string best(active_isa());
-  for (const char* scheme : {"k=t4,v=t3,w=64,s=3", "k=c4,v=c8,w=1,s=0", "k=t5-3,v=g4a,w=1,s=0", "k=g8,v=t6-4,w=1,s=5",
-                             "k=t7,v=ct2,w=1,s=0", "exact"}) {
+  for (const char* scheme : {"k=t4,v=t3,w=64,s=3", "k=c4,v=c8,w=1,s=0", "k=t5-3,v=g4a,w=1,s=0",
+                             "k=g8,v=t6-4,w=1,s=5", "k=t7,v=ct2,w=1,s=0", "exact"}) {
     uint64_t hash = 0;
     for (const std::string_view isa : available_isas()) {
       ASSERT_TRUE(force_isa(isa).ok());

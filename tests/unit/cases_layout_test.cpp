@@ -78,13 +78,15 @@ TEST_P(LayoutOracle, C10ReadsBackEveryValue) {
         engine.cache().read_rows(LayerId{layer}, Side::kValue, StreamId{0}, 0, kTokens, stored.data()).ok());
     std::vector<float> slot(width);
     for (int t = 0; t < kTokens; ++t) {
-      ASSERT_TRUE(engine.cache().read_slot(LayerId{layer}, Side::kValue, StreamId{0}, t, false, slot.data()).ok());
+      ASSERT_TRUE(
+          engine.cache().read_slot(LayerId{layer}, Side::kValue, StreamId{0}, t, false, slot.data()).ok());
       for (int h = 0; h < shape.n_kv_heads; ++h) {
         for (int c = 0; c < shape.value_dim; ++c) {
           const float want = oracle_value(layer, h, t, c);
           const float got = half_to_float(stored[static_cast<size_t>(t) * width + h * shape.value_dim + c]);
           // 8 bits over values up to 31: neighbours differ by more than what is lost.
-          ASSERT_NEAR(got, want, quantized ? 1.0f : 0.0f) << "layer " << layer << " head " << h << " token " << t;
+          ASSERT_NEAR(got, want, quantized ? 1.0f : 0.0f)
+              << "layer " << layer << " head " << h << " token " << t;
           ASSERT_NEAR(slot[h * shape.value_dim + c], got, 0.02f);
         }
       }
@@ -103,7 +105,8 @@ TEST_P(LayoutOracle, C10ReadsBackEveryValue) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Schemes, LayoutOracle,
-                         ::testing::Values(OracleCase{"exact", 8, 128, 128}, OracleCase{"k=t4,v=t8,w=1,s=3", 8, 128, 128},
+                         ::testing::Values(OracleCase{"exact", 8, 128, 128},
+                                           OracleCase{"k=t4,v=t8,w=1,s=3", 8, 128, 128},
                                            OracleCase{"k=g4:s16,v=g8:s16,w=1,s=0", 8, 128, 128},
                                            OracleCase{"k=c4,v=c8,w=64,s=16", 3, 128, 64},
                                            OracleCase{"k=ct4,v=ct8,w=1,s=5", 2, 192, 80}),
@@ -119,7 +122,8 @@ TEST(LayoutCases, C12EveryQueryHeadMeetsItsOwnKvHead) {
         Engine engine({.scheme = scheme, .shapes = {shape}, .threads = 2},
                       [](int, const LayerShape& s, int seq, int pos) {
                         TokenRows rows = test::random_content(5)(0, s, seq, pos);
-                        for (size_t i = 0; i < rows.v.size(); ++i) rows.v[i] = 10.0f * (1.0f + i / s.value_dim);
+                        for (size_t i = 0; i < rows.v.size(); ++i)
+                          rows.v[i] = 10.0f * (1.0f + i / s.value_dim);
                         return rows;
                       });
         const Outputs out = engine.append(0, 0, 0, 140, 35);
@@ -156,7 +160,8 @@ TEST(LayoutCases, C13BigOffsets) {
     const bool exact = engine.cache().layer(LayerId{0}).exact;
     EXPECT_LT(test::relative_error(out[0].engine, out[0].ref), exact ? 1e-5 : 0.3) << scheme;
     std::vector<uint16_t> row(4096);
-    ASSERT_TRUE(engine.cache().read_rows(LayerId{0}, Side::kKey, StreamId{0}, kSlots - 1, 1, row.data()).ok());
+    ASSERT_TRUE(
+        engine.cache().read_rows(LayerId{0}, Side::kKey, StreamId{0}, kSlots - 1, 1, row.data()).ok());
     EXPECT_EQ(half_to_float(row[4095]), engine.original(0, Side::kKey, 0, kSlots - 1)[4095]);
     EXPECT_EQ(engine.cache().memory().exact_row_bytes, engine.walk().exact_row_bytes);
     // The three pages that hold 130 tokens, no more.
@@ -187,8 +192,12 @@ TEST(LayoutCases, C14ReusedSlotsShowNothingOfTheirFormerOwner) {
                 Code::kOutOfRange);
       // A mask that shows every slot of the stream shows only what B wrote.
       std::vector<uint16_t> mask(64 * 64, 0);
-      const StreamQueries query = {.stream = StreamId{0}, .n_queries = 1, .n_slots = 64 * 64, .mask = mask.data(),
-                                   .mask_stride = mask.size(), .own_slot = {}};
+      const StreamQueries query = {.stream = StreamId{0},
+                                   .n_queries = 1,
+                                   .n_slots = 64 * 64,
+                                   .mask = mask.data(),
+                                   .mask_stride = mask.size(),
+                                   .own_slot = {}};
       const std::vector<int32_t> layers = {0};
       BatchPlan plan;
       ASSERT_TRUE(used.cache().plan({&query, 1}, layers, &plan).ok());

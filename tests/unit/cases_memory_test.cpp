@@ -84,7 +84,8 @@ TEST(MemoryCases, C50ResidentMemoryIsWhatIsCounted) {
   malloc_trim(0);
   const size_t before = resident_bytes();
   {
-    Engine engine({.scheme = "k=t4,v=t4,w=128,s=0", .shapes = std::vector<LayerShape>(kLayers, shape),
+    Engine engine({.scheme = "k=t4,v=t4,w=128,s=0",
+                   .shapes = std::vector<LayerShape>(kLayers, shape),
                    .n_slots = kTokens});
     std::vector<int32_t> layers(kLayers);
     for (int i = 0; i < kLayers; ++i) layers[i] = i;
@@ -96,8 +97,12 @@ TEST(MemoryCases, C50ResidentMemoryIsWhatIsCounted) {
       for (int i = 0; i < kChunk; ++i) slots[i] = first + i;
       ASSERT_TRUE(engine.cache().begin_batch(slots, layers).ok());
       const int32_t own = first + kChunk - 1;
-      const StreamQueries query = {.stream = StreamId{0}, .n_queries = 1, .n_slots = first + kChunk, .mask = nullptr,
-                                   .mask_stride = 0, .own_slot = {&own, 1}};
+      const StreamQueries query = {.stream = StreamId{0},
+                                   .n_queries = 1,
+                                   .n_slots = first + kChunk,
+                                   .mask = nullptr,
+                                   .mask_stride = 0,
+                                   .own_slot = {&own, 1}};
       BatchPlan plan;
       ASSERT_TRUE(engine.cache().plan({&query, 1}, layers, &plan).ok());
       for (const int32_t layer : layers) {
@@ -114,19 +119,22 @@ TEST(MemoryCases, C50ResidentMemoryIsWhatIsCounted) {
     EXPECT_EQ(engine.cache().memory().tile_bytes, size_t{kLayers} * 2 * 510 * 4224);
     const size_t grown = resident_bytes() - before;
     const double allowed = 1.02 * static_cast<double>(counted) + (1 << 20);
-    EXPECT_TRUE(kOthersAreResident || static_cast<double>(grown) < allowed) << "grown " << grown << " counted " << counted;
+    EXPECT_TRUE(kOthersAreResident || static_cast<double>(grown) < allowed)
+        << "grown " << grown << " counted " << counted;
     RecordProperty("counted_bytes", std::to_string(counted));
     RecordProperty("resident_growth_bytes", std::to_string(grown));
     engine.clear();
     malloc_trim(0);
     const size_t left = engine.cache().memory().total();
     const size_t still = resident_bytes() - before;
-    EXPECT_TRUE(kOthersAreResident || static_cast<double>(still) < 1.02 * static_cast<double>(left) + (8 << 20))
+    EXPECT_TRUE(kOthersAreResident ||
+                static_cast<double>(still) < 1.02 * static_cast<double>(left) + (8 << 20))
         << "still resident " << still << " counted " << left;
   }
 }
 
-// C51: plan_memory equals what the cache counts: every format, random shapes, windows, sinks, layers, streams.
+// C51: plan_memory equals what the cache counts: every format, random shapes, windows, sinks, layers,
+// streams.
 TEST(MemoryCases, C51PlanEqualsReality) {
   std::mt19937 random(51);
   auto pick = [&random](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
@@ -149,8 +157,9 @@ TEST(MemoryCases, C51PlanEqualsReality) {
         options.shapes.push_back({kv * pick(1, 4), kv, layer == 0 ? dim_k : 64, layer == 0 ? dim_v : 32});
         const LayerShape& shape = options.shapes.back();
         const std::string other = names[random() % names.size()];
-        options.layer_schemes.push_back("k=" + format(Side::kKey, shape.key_dim, layer == 0 ? name : other) +
-                                        ",v=" + format(Side::kValue, shape.value_dim, layer == 0 ? other : name));
+        options.layer_schemes.push_back(
+            "k=" + format(Side::kKey, shape.key_dim, layer == 0 ? name : other) +
+            ",v=" + format(Side::kValue, shape.value_dim, layer == 0 ? other : name));
       }
       Engine engine(options);
       const int tokens = pick(1, 200);
@@ -163,8 +172,8 @@ TEST(MemoryCases, C51PlanEqualsReality) {
       }
       const MemoryReport real = engine.cache().memory();
       const MemoryReport planned = plan_memory(engine.cache().options(), tokens);
-      const std::string what = options.layer_schemes[0] + " " + options.layer_schemes[1] + suffix + " tokens " +
-                               std::to_string(tokens) + " chunk " + std::to_string(chunk);
+      const std::string what = options.layer_schemes[0] + " " + options.layer_schemes[1] + suffix +
+                               " tokens " + std::to_string(tokens) + " chunk " + std::to_string(chunk);
       ASSERT_EQ(real.tile_bytes, planned.tile_bytes) << what;
       ASSERT_EQ(real.exact_row_bytes, planned.exact_row_bytes) << what;
       ASSERT_EQ(real.table_bytes, planned.table_bytes) << what;
@@ -176,7 +185,10 @@ TEST(MemoryCases, C51PlanEqualsReality) {
 constexpr const char* kContained = "k=t4,v=t3,w=64,s=3";
 
 EngineOptions four_streams() {
-  return {.scheme = kContained, .shapes = {{4, 2, 64, 64}, {4, 2, 64, 64}}, .n_slots = 512, .n_streams = 4,
+  return {.scheme = kContained,
+          .shapes = {{4, 2, 64, 64}, {4, 2, 64, 64}},
+          .n_slots = 512,
+          .n_streams = 4,
           .threads = 2};
 }
 
@@ -212,7 +224,8 @@ TEST(ContainmentCases, C55PoolExhausted) {
     const std::vector<int32_t> layers = {0, 1};
     const Status refused = engine.cache().begin_batch(slots, layers);
     ASSERT_EQ(refused.code(), Code::kPoolExhausted);
-    EXPECT_NE(refused.message().find("memory limit of " + std::to_string(options.limit_bytes)), std::string::npos);
+    EXPECT_NE(refused.message().find("memory limit of " + std::to_string(options.limit_bytes)),
+              std::string::npos);
     ASSERT_EQ(engine.cache().memory().total(), before);
     ASSERT_EQ(engine.cache().used_slots(StreamId{3}), 0);
     std::vector<Outputs> out;
@@ -224,15 +237,18 @@ TEST(ContainmentCases, C55PoolExhausted) {
   }
 }
 
-// C55: rows fit, the tiles that the plan wants do not: refused, bytes as before, and after making room the same
-// batch runs.
+// C55: rows fit, the tiles that the plan wants do not: refused, bytes as before, and after making room the
+// same batch runs.
 TEST(ContainmentCases, C55PoolExhaustedByTiles) {
   Engine quiet({.scheme = kContained, .n_slots = 256, .n_streams = 2});
   quiet.append(0, 0, 0, 127, 127);
   const size_t before_seal = quiet.cache().memory().total();
   const Outputs want = quiet.append(0, 0, 127, 10, 10);
   const size_t row_page = 64 * 64 * 2;
-  Engine engine({.scheme = kContained, .n_slots = 256, .n_streams = 2, .limit_bytes = before_seal + 2 * row_page + 640});
+  Engine engine({.scheme = kContained,
+                 .n_slots = 256,
+                 .n_streams = 2,
+                 .limit_bytes = before_seal + 2 * row_page + 640});
   engine.append(0, 0, 0, 127, 127);
   const std::vector<int64_t> slots = {127, 128, 129, 130, 131, 132, 133, 134, 135, 136};
   const std::vector<int32_t> layers = {0};
@@ -244,8 +260,12 @@ TEST(ContainmentCases, C55PoolExhaustedByTiles) {
     own.push_back(127 + i);
     for (int t = 0; t <= 127 + i; ++t) mask[static_cast<size_t>(i) * 137 + t] = 0;
   }
-  const StreamQueries query = {.stream = StreamId{0}, .n_queries = 10, .n_slots = 137, .mask = mask.data(),
-                               .mask_stride = 137, .own_slot = own};
+  const StreamQueries query = {.stream = StreamId{0},
+                               .n_queries = 10,
+                               .n_slots = 137,
+                               .mask = mask.data(),
+                               .mask_stride = 137,
+                               .own_slot = own};
   BatchPlan plan;
   const Status refused = engine.cache().plan({&query, 1}, layers, &plan);
   ASSERT_EQ(refused.code(), Code::kPoolExhausted) << refused.message();
@@ -260,8 +280,8 @@ TEST(ContainmentCases, C55NanInOneSequence) {
     Side side;
     int head;
   };
-  for (const Bad& bad : {Bad{std::nanf(""), Side::kKey, 1}, Bad{HUGE_VALF, Side::kValue, 0},
-                         Bad{-1e5f, Side::kKey, 0}}) {
+  for (const Bad& bad :
+       {Bad{std::nanf(""), Side::kKey, 1}, Bad{HUGE_VALF, Side::kValue, 0}, Bad{-1e5f, Side::kKey, 0}}) {
     const auto clean = test::random_content(4);
     Engine quiet(four_streams(), clean);
     Engine engine(four_streams(), clean);
@@ -270,7 +290,8 @@ TEST(ContainmentCases, C55NanInOneSequence) {
     }
     engine.set_content([&clean, &bad](int layer, const LayerShape& shape, int seq, int pos) {
       TokenRows rows = clean(layer, shape, seq, pos);
-      if (layer == 1 && seq == 2 && pos == 125) (bad.side == Side::kKey ? rows.k : rows.v)[bad.head * 64 + 9] = bad.value;
+      if (layer == 1 && seq == 2 && pos == 125)
+        (bad.side == Side::kKey ? rows.k : rows.v)[bad.head * 64 + 9] = bad.value;
       return rows;
     });
     for (int t = 120; t < 200; ++t) {
@@ -279,9 +300,12 @@ TEST(ContainmentCases, C55NanInOneSequence) {
       const Status status = engine.step(decode_batch({0, 1, 2, 3}, t), {}, &got);
       if (t == 125) {
         ASSERT_EQ(status.code(), Code::kBadValue);
+        std::vector<float> held(128);
+        EXPECT_EQ(engine.cache().read_slot(LayerId{1}, bad.side, StreamId{2}, 125, false, held.data()).code(),
+                  Code::kOutOfRange);
         const std::string side = side_name(bad.side);
-        EXPECT_NE(status.message().find(side + " of layer 1, KV head " + std::to_string(bad.head) + ", slot " +
-                                        std::to_string(2 * 512 + 125)),
+        EXPECT_NE(status.message().find(side + " of layer 1, KV head " + std::to_string(bad.head) +
+                                        ", slot " + std::to_string(2 * 512 + 125)),
                   std::string::npos)
             << status.message();
       } else {
@@ -295,7 +319,8 @@ TEST(ContainmentCases, C55NanInOneSequence) {
     for (const int s : {0, 1, 3}) {
       EXPECT_EQ(test::stream_hash(engine.cache(), s), test::stream_hash(quiet.cache(), s));
     }
-    // The sequence stays usable: judged against what it holds it is right, and the token can be written again.
+    // The sequence stays usable: judged against what it holds it is right, and the token can be written
+    // again.
     const Outputs out = engine.append(2, 2, 200, 2, 1, {.path = AttentionPath::kDequantize, .dqref = true});
     EXPECT_LT(test::relative_error(out.engine, out.dqref), 1e-5);
     engine.set_content(clean);
@@ -319,8 +344,12 @@ TEST(ContainmentCases, C55CancelledBatch) {
   for (int t = 126; t < 260; ++t) slots.push_back(t);
   ASSERT_TRUE(engine.cache().begin_batch(slots, layers).ok());
   const int32_t own = 259;
-  const StreamQueries query = {.stream = StreamId{0}, .n_queries = 1, .n_slots = 260, .mask = nullptr,
-                               .mask_stride = 0, .own_slot = {&own, 1}};
+  const StreamQueries query = {.stream = StreamId{0},
+                               .n_queries = 1,
+                               .n_slots = 260,
+                               .mask = nullptr,
+                               .mask_stride = 0,
+                               .own_slot = {&own, 1}};
   BatchPlan plan;
   ASSERT_TRUE(engine.cache().plan({&query, 1}, layers, &plan).ok());
   EXPECT_GT(engine.cache().memory().tile_bytes, tiles);

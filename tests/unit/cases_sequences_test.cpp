@@ -15,14 +15,16 @@ using test::Entry;
 using test::Look;
 using test::Outputs;
 
-constexpr const char* kSchemes[] = {"exact", "k=t4,v=t4,w=64,s=3", "k=c4,v=g3,w=1,s=0", "k=t5-3,v=ct4,w=128,s=16"};
+constexpr const char* kSchemes[] = {"exact", "k=t4,v=t4,w=64,s=3", "k=c4,v=g3,w=1,s=0",
+                                    "k=t5-3,v=ct4,w=128,s=16"};
 
 // C30: four sequences appended round-robin: alone, batched, copied to a fresh stream.
 TEST(SequenceCases, C30InterleavedSequences) {
   for (const char* scheme : kSchemes) {
-    for (const std::vector<int>& lengths : {std::vector<int>{5, 17, 33, 64}, std::vector<int>{70, 130, 200, 257}}) {
-      const EngineOptions options = {.scheme = scheme, .shapes = {{4, 2, 64, 64}}, .n_slots = 320, .n_streams = 5,
-                                     .threads = 2};
+    for (const std::vector<int>& lengths :
+         {std::vector<int>{5, 17, 33, 64}, std::vector<int>{70, 130, 200, 257}}) {
+      const EngineOptions options = {
+          .scheme = scheme, .shapes = {{4, 2, 64, 64}}, .n_slots = 320, .n_streams = 5, .threads = 2};
       Engine together(options);
       std::vector<std::vector<std::vector<float>>> batched(4);
       for (int t = 0; t < lengths.back(); ++t) {
@@ -44,7 +46,8 @@ TEST(SequenceCases, C30InterleavedSequences) {
         const Entry last = {.stream = seq, .seq = seq, .pos = lengths[seq] - 1, .slot = lengths[seq] - 1};
         Entry copied = last;
         copied.stream = 4;
-        EXPECT_TRUE(test::same_bits(together.attend({copied}, {}).engine, together.attend({last}, {}).engine)) << what;
+        EXPECT_TRUE(test::same_bits(together.attend({copied}, {}).engine, together.attend({last}, {}).engine))
+            << what;
         // The copy goes on like its source would.
         const Outputs next = together.append(4, seq, lengths[seq], 40, 40);
         EXPECT_TRUE(test::same_bits(next.engine, alone.append(0, seq, lengths[seq], 40, 1).engine)) << what;
@@ -57,8 +60,12 @@ TEST(SequenceCases, C30InterleavedSequences) {
 class Invariance : public ::testing::TestWithParam<std::tuple<const char*, int>> {
  protected:
   EngineOptions options(int streams, int threads) const {
-    return {.scheme = std::get<0>(GetParam()), .shapes = {{6, 2, 64, 80}}, .n_slots = 704, .n_streams = streams,
-            .threads = threads, .poison = threads % 2 != 0 ? 0xAA : 0xFF};
+    return {.scheme = std::get<0>(GetParam()),
+            .shapes = {{6, 2, 64, 80}},
+            .n_slots = 704,
+            .n_streams = streams,
+            .threads = threads,
+            .poison = threads % 2 != 0 ? 0xAA : 0xFF};
   }
   int tokens() const { return std::get<1>(GetParam()); }
   std::vector<std::vector<float>> alone() const {
@@ -145,7 +152,8 @@ TEST(UnifiedStream, WindowsArePerSequence) {
         }
       }
       std::vector<Outputs> out;
-      ASSERT_TRUE(engine.step(entries, {.path = AttentionPath::kDequantize, .dqref = true, .ref = true}, &out).ok());
+      ASSERT_TRUE(
+          engine.step(entries, {.path = AttentionPath::kDequantize, .dqref = true, .ref = true}, &out).ok());
       ASSERT_LT(test::relative_error(out[0].engine, out[0].dqref), 1e-5) << scheme << " step " << step;
       ASSERT_LT(test::relative_error(out[0].engine, out[0].ref), 0.3) << scheme << " step " << step;
       std::vector<float> row(128);
@@ -156,7 +164,8 @@ TEST(UnifiedStream, WindowsArePerSequence) {
              k < slots[seq].size(); ++k) {
           const int slot = slots[seq][k];
           const SidePage& page = engine.cache().side_page(LayerId{0}, StreamId{0}, slot / 64, Side::kValue);
-          ASSERT_TRUE(((page.row_mask >> (slot % 64)) & 1) != 0) << scheme << " seq " << seq << " slot " << slot;
+          ASSERT_TRUE(((page.row_mask >> (slot % 64)) & 1) != 0)
+              << scheme << " seq " << seq << " slot " << slot;
           ASSERT_TRUE(
               engine.cache().read_slot(LayerId{0}, Side::kValue, StreamId{0}, slot, false, row.data()).ok());
           ASSERT_TRUE(test::same_bits(row, engine.original(0, Side::kValue, 0, slot)));
@@ -164,7 +173,8 @@ TEST(UnifiedStream, WindowsArePerSequence) {
       }
     }
     EXPECT_GT(engine.cache().sealed_tiles(), 0u) << scheme;
-    // The paused sequence came back to its own window exact although others wrote hundreds of tokens meanwhile.
+    // The paused sequence came back to its own window exact although others wrote hundreds of tokens
+    // meanwhile.
     EXPECT_EQ(engine.cache().used_slots(StreamId{0}), next_slot);
   }
 }

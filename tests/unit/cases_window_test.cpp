@@ -16,8 +16,8 @@ using test::Look;
 using test::Outputs;
 using test::TokenRows;
 
-// Key 0 is aligned with q and has a spike of 40 in a channel that q does not use; V is 1 for token 0, else 0, so
-// the output is the probability of token 0.
+// Key 0 is aligned with q and has a spike of 40 in a channel that q does not use; V is 1 for token 0, else 0,
+// so the output is the probability of token 0.
 test::Content spiked_sink() {
   return [](int, const LayerShape& shape, int seq, int pos) {
     TokenRows rows = test::random_content(9)(0, shape, seq, pos);
@@ -58,7 +58,8 @@ TEST(WindowCases, C20SinksSurviveSealingCopyAndRestore) {
         const SidePage& page = engine.cache().side_page(LayerId{0}, StreamId{stream}, t / 64, side);
         ASSERT_TRUE((((page.row_mask | page.kept_mask) >> (t % 64)) & 1) != 0) << "token " << t;
         ASSERT_TRUE(engine.cache().read_slot(LayerId{0}, side, StreamId{stream}, t, false, row.data()).ok());
-        EXPECT_TRUE(test::same_bits(row, engine.original(0, side, 0, t))) << "stream " << stream << " token " << t;
+        EXPECT_TRUE(test::same_bits(row, engine.original(0, side, 0, t)))
+            << "stream " << stream << " token " << t;
       }
     }
   };
@@ -92,9 +93,10 @@ TEST(WindowCases, C21LearnedSinkLogit) {
       engine.clear();
       expect_three(engine.append(0, 0, 0, 150, 150, {.sink_logits = sink(150), .path = path}).engine, 0.03f,
                    "prefill");
-      expect_three(engine.append(0, 0, 150, 1, 1, {.sink_logits = sink(151), .path = path}).engine, 0.03f, "decode");
-      EXPECT_NE(engine.cache().memory().tile_bytes == 0, engine.cache().layer(LayerId{0}).heads[0].key_format.exact() ==
-                                                              false);
+      expect_three(engine.append(0, 0, 150, 1, 1, {.sink_logits = sink(151), .path = path}).engine, 0.03f,
+                   "decode");
+      EXPECT_NE(engine.cache().memory().tile_bytes == 0,
+                engine.cache().layer(LayerId{0}).heads[0].key_format.exact() == false);
       engine.append(1, 0, 0, 151, 50);
       std::vector<Outputs> out;
       ASSERT_TRUE(engine
@@ -112,8 +114,8 @@ TEST(WindowCases, C22WindowBoundary) {
     const char* scheme;
     int window;
   };
-  for (const Case& c : {Case{"k=t4,v=t3,w=64,s=3", 64}, Case{"k=c4,v=t4,w=70,s=0", 70}, Case{"k=g4,v=c2,w=1,s=16", 1},
-                        Case{"k=t4,v=t4,w=128,s=16", 128}}) {
+  for (const Case& c : {Case{"k=t4,v=t3,w=64,s=3", 64}, Case{"k=c4,v=t4,w=70,s=0", 70},
+                        Case{"k=g4,v=c2,w=1,s=16", 1}, Case{"k=t4,v=t4,w=128,s=16", 128}}) {
     Engine single({.scheme = c.scheme, .n_slots = 448});
     const int count = std::max(2 * c.window + 3, 140);
     std::vector<float> row(64);
@@ -134,8 +136,8 @@ TEST(WindowCases, C22WindowBoundary) {
 }
 
 TEST(WindowCases, C22OnePrefillEqualsSingleAppendsByteForByte) {
-  for (const char* scheme : {"k=t4,v=t3,w=64,s=3", "k=c4,v=ct4,w=70,s=0", "k=g4,v=c2,w=1,s=16", "k=t5-3,v=t4a,w=0,s=0",
-                             "k=t4,v=f16,w=128,s=70"}) {
+  for (const char* scheme : {"k=t4,v=t3,w=64,s=3", "k=c4,v=ct4,w=70,s=0", "k=g4,v=c2,w=1,s=16",
+                             "k=t5-3,v=t4a,w=0,s=0", "k=t4,v=f16,w=128,s=70"}) {
     const int tokens = 384;
     Engine prefill({.scheme = scheme, .n_slots = 384, .poison = 0xAA});
     const Outputs at_once = prefill.append(0, 0, 0, tokens, tokens);

@@ -1,4 +1,5 @@
-// SlotCache: content by index, slots written again, copies, refusals, and that a decode step allocates nothing.
+// SlotCache: content by index, slots written again, copies, refusals, and that a decode step allocates
+// nothing.
 #include "kvant/slot_cache.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +30,8 @@ std::vector<float> slot_of(Engine& engine, Side side, int slot, bool quantized, 
   const LayerShape& shape = engine.shape();
   std::vector<float> row(static_cast<size_t>(shape.n_kv_heads) *
                          (side == Side::kKey ? shape.key_dim : shape.value_dim));
-  const Status status = engine.cache().read_slot(LayerId{0}, side, StreamId{stream}, slot, quantized, row.data());
+  const Status status =
+      engine.cache().read_slot(LayerId{0}, side, StreamId{stream}, slot, quantized, row.data());
   EXPECT_TRUE(status.ok()) << status.message();
   return row;
 }
@@ -82,22 +84,29 @@ TEST(SlotCache, RefusesSlotsAndStreamsBeyondTheEnd) {
   }
   std::vector<uint16_t> rows(64 * 200);
   SlotCache& cache = engine.cache();
-  EXPECT_EQ(cache.read_rows(LayerId{0}, Side::kKey, StreamId{0}, 100, 29, rows.data()).code(), Code::kOutOfRange);
-  EXPECT_EQ(cache.read_rows(LayerId{0}, Side::kKey, StreamId{0}, -1, 2, rows.data()).code(), Code::kOutOfRange);
-  EXPECT_EQ(cache.write_rows(LayerId{0}, Side::kKey, StreamId{0}, 100, 29, rows.data()).code(), Code::kOutOfRange);
+  EXPECT_EQ(cache.read_rows(LayerId{0}, Side::kKey, StreamId{0}, 100, 29, rows.data()).code(),
+            Code::kOutOfRange);
+  EXPECT_EQ(cache.read_rows(LayerId{0}, Side::kKey, StreamId{0}, -1, 2, rows.data()).code(),
+            Code::kOutOfRange);
+  EXPECT_EQ(cache.write_rows(LayerId{0}, Side::kKey, StreamId{0}, 100, 29, rows.data()).code(),
+            Code::kOutOfRange);
   EXPECT_EQ(cache.copy_stream(StreamId{0}, StreamId{2}).code(), Code::kOutOfRange);
   EXPECT_EQ(cache.copy_stream(StreamId{-1}, StreamId{1}).code(), Code::kOutOfRange);
   BatchPlan plan;
-  const StreamQueries beyond = {.stream = StreamId{2}, .n_queries = 0, .n_slots = 1, .mask = nullptr,
-                                .mask_stride = 0, .own_slot = {}};
+  const StreamQueries beyond = {
+      .stream = StreamId{2}, .n_queries = 0, .n_slots = 1, .mask = nullptr, .mask_stride = 0, .own_slot = {}};
   EXPECT_EQ(cache.plan({&beyond, 1}, layers, &plan).code(), Code::kOutOfRange);
-  const StreamQueries long_stream = {.stream = StreamId{0}, .n_queries = 0, .n_slots = 129, .mask = nullptr,
-                                     .mask_stride = 0, .own_slot = {}};
+  const StreamQueries long_stream = {.stream = StreamId{0},
+                                     .n_queries = 0,
+                                     .n_slots = 129,
+                                     .mask = nullptr,
+                                     .mask_stride = 0,
+                                     .own_slot = {}};
   EXPECT_EQ(cache.plan({&long_stream, 1}, layers, &plan).code(), Code::kOutOfRange);
 }
 
-// State saved by rows and restored elsewhere: exact rows stay exact, sinks are found again, and what is read is what
-// was read before.
+// State saved by rows and restored elsewhere: exact rows stay exact, sinks are found again, and what is read
+// is what was read before.
 TEST(SlotCache, WriteRowsRestoresWhatReadRowsSaved) {
   for (const char* scheme : {"exact", "k=t4,v=t4,w=64,s=5", "k=c4,v=g3,w=1,s=70"}) {
     const test::EngineOptions options = {.scheme = scheme, .shapes = {{4, 2, 64, 48}}, .n_slots = 320};
@@ -127,7 +136,8 @@ TEST(SlotCache, WriteRowsRestoresWhatReadRowsSaved) {
     const int sinks = saved.cache().options().sinks;
     for (int t = 0; t < sinks; ++t) {
       ASSERT_NE((restored.cache().sink_mask(StreamId{0}, t / 64) >> (t % 64)) & 1, 0u) << t;
-      ASSERT_TRUE(test::same_bits(slot_of(restored, Side::kKey, t, false), saved.original(0, Side::kKey, 0, t)));
+      ASSERT_TRUE(
+          test::same_bits(slot_of(restored, Side::kKey, t, false), saved.original(0, Side::kKey, 0, t)));
     }
     EXPECT_EQ(restored.cache().memory().total(), saved.cache().memory().total()) << scheme;
   }
@@ -160,14 +170,18 @@ TEST(SlotCache, PatchesOfSealedPages) {
     std::vector<Outputs> out;
     ASSERT_TRUE(engine.step(entries, look, &out).ok());
     EXPECT_LT(test::relative_error(out[0].engine, out[0].dqref), 1e-5) << scheme;
-    EXPECT_LT(test::relative_error(out[0].engine, out[0].ref), 1e-5) << scheme << ": all its tokens are exact";
+    EXPECT_LT(test::relative_error(out[0].engine, out[0].ref), 1e-5)
+        << scheme << ": all its tokens are exact";
     const SidePage& page = page_of(engine, 0, Side::kKey);
-    const uint64_t patches = (uint64_t{1} << 60) | (uint64_t{1} << 3) | (uint64_t{1} << 17) | (uint64_t{1} << 18);
+    const uint64_t patches =
+        (uint64_t{1} << 60) | (uint64_t{1} << 3) | (uint64_t{1} << 17) | (uint64_t{1} << 18);
     EXPECT_EQ(page.tile_mask, ~patches);
     EXPECT_EQ(page.row_mask, patches);
+    EXPECT_EQ(page.kept_mask & patches, 0u);
     for (int t = 0; t < 64; ++t) {
       if ((patches >> t) & 1) {
-        EXPECT_TRUE(test::same_bits(slot_of(engine, Side::kKey, t, false), engine.original(0, Side::kKey, 0, t)));
+        EXPECT_TRUE(
+            test::same_bits(slot_of(engine, Side::kKey, t, false), engine.original(0, Side::kKey, 0, t)));
       } else {
         EXPECT_TRUE(test::same_bits(slot_of(engine, Side::kKey, t, true), before[t]));
       }
@@ -187,7 +201,8 @@ TEST(SlotCache, PagesAreSealedAgainAfterBeingRewritten) {
     const uint64_t sealed = engine.cache().sealed_tiles();
     for (int slot = 0; slot < 200; ++slot) engine.forget(0, slot);
     // The same stream holds a new sequence, longer than the old one.
-    const Outputs out = engine.append(0, 9, 0, 260, chunk, {.path = AttentionPath::kDequantize, .dqref = true});
+    const Outputs out =
+        engine.append(0, 9, 0, 260, chunk, {.path = AttentionPath::kDequantize, .dqref = true});
     EXPECT_LT(test::relative_error(out.engine, out.dqref), 1e-5);
     EXPECT_GT(engine.cache().sealed_tiles(), sealed);
     Engine fresh({.scheme = "k=t4,v=c4,w=1,s=3", .n_slots = 320, .poison = 0xFF});
@@ -205,7 +220,9 @@ TEST(SlotCache, PagesAreSealedAgainAfterBeingRewritten) {
 }
 
 TEST(SlotCache, CopyStreamReplacesItsTarget) {
-  Engine engine({.scheme = "k=t4,v=g4,w=64,s=5", .shapes = {{4, 2, 64, 64}, {2, 1, 32, 80}}, .n_slots = 320,
+  Engine engine({.scheme = "k=t4,v=g4,w=64,s=5",
+                 .shapes = {{4, 2, 64, 64}, {2, 1, 32, 80}},
+                 .n_slots = 320,
                  .n_streams = 3});
   engine.append(0, 0, 0, 250, 50);
   engine.append(1, 1, 0, 310, 62);
@@ -229,8 +246,8 @@ TEST(SlotCache, CopyStreamReplacesItsTarget) {
   EXPECT_EQ(engine.cache().used_slots(StreamId{0}), 300);
 }
 
-// Writing, preparing and running attention allocate nothing once every size was met; neither do begin_batch and
-// plan touch the counted pool except for the pages that a token opens.
+// Writing, preparing and running attention allocate nothing once every size was met; neither do begin_batch
+// and plan touch the counted pool except for the pages that a token opens.
 TEST(SlotCache, DecodeStepAllocatesNothing) {
   const LayerShape shape = {.n_query_heads = 4, .n_kv_heads = 2, .key_dim = 64, .value_dim = 64};
   for (const char* scheme : {"exact", "k=t4,v=t4,w=64,s=5", "k=c4,v=g4,w=1,s=0"}) {
@@ -246,12 +263,24 @@ TEST(SlotCache, DecodeStepAllocatesNothing) {
       const std::vector<int64_t> slots = {t};
       const std::vector<int32_t> own = {t};
       ASSERT_TRUE(cache.begin_batch(slots, layers).ok());
-      const StreamQueries query = {.stream = StreamId{0}, .n_queries = 1, .n_slots = t + 1, .mask = nullptr,
-                                   .mask_stride = 0, .own_slot = own};
+      const StreamQueries query = {.stream = StreamId{0},
+                                   .n_queries = 1,
+                                   .n_slots = t + 1,
+                                   .mask = nullptr,
+                                   .mask_stride = 0,
+                                   .own_slot = own};
       ASSERT_TRUE(cache.plan({&query, 1}, layers, &plan).ok());
-      const AttentionArgs args = {.layer = LayerId{0}, .plan = &plan, .q = q.data(), .q_head = 64, .q_token = 256,
-                                  .q_stream = 256, .out = out.data(), .out_head = 64, .out_token = 256,
-                                  .out_stream = 256, .scale = 0.125f};
+      const AttentionArgs args = {.layer = LayerId{0},
+                                  .plan = &plan,
+                                  .q = q.data(),
+                                  .q_head = 64,
+                                  .q_token = 256,
+                                  .q_stream = 256,
+                                  .out = out.data(),
+                                  .out_head = 64,
+                                  .out_token = 256,
+                                  .out_stream = 256,
+                                  .scale = 0.125f};
       const size_t before = test::allocations();
       cache.write(LayerId{0}, Side::kKey, slots, rows.data(), 128, {});
       cache.write(LayerId{0}, Side::kValue, slots, rows.data(), 128, {});

@@ -29,7 +29,9 @@ class Queries {
     for (int i = 0; i <= own; ++i) visible.push_back(i);
     add(own, visible);
   }
-  void set(size_t query, int slot, uint16_t value) { mask_[query * static_cast<size_t>(n_slots_) + slot] = value; }
+  void set(size_t query, int slot, uint16_t value) {
+    mask_[query * static_cast<size_t>(n_slots_) + slot] = value;
+  }
   StreamQueries get(int stream = 0) const {
     return {.stream = StreamId{stream},
             .n_queries = static_cast<int>(own_.size()),
@@ -92,7 +94,11 @@ TEST(SlotTable, ReadsMasks) {
 TEST(SlotTable, SlotsThatWereNeverWrittenAreHidden) {
   Table t(2, 2);
   t.table.write(1, 3);
-  const StreamQueries all = {.stream = StreamId{1}, .n_queries = 1, .n_slots = 128, .mask = nullptr, .mask_stride = 0,
+  const StreamQueries all = {.stream = StreamId{1},
+                             .n_queries = 1,
+                             .n_slots = 128,
+                             .mask = nullptr,
+                             .mask_stride = 0,
                              .own_slot = {}};
   StreamPlan plan;
   t.table.plan(all, 4, 0, &plan);
@@ -111,12 +117,12 @@ TEST(SlotTable, WindowCountsVisibleTokens) {
     Queries q(256);
     q.add_causal(199);
     EXPECT_EQ(t.plan(q, 1, 0).window[0], 0b1000u);
-    EXPECT_EQ(t.plan(q, 8, 0).window[0], 0b1000u);    // tokens 192 .. 199
-    EXPECT_EQ(t.plan(q, 9, 0).window[0], 0b1100u);    // token 191 is in page 2
+    EXPECT_EQ(t.plan(q, 8, 0).window[0], 0b1000u);  // tokens 192 .. 199
+    EXPECT_EQ(t.plan(q, 9, 0).window[0], 0b1100u);  // token 191 is in page 2
     EXPECT_EQ(t.plan(q, 72, 0).window[0], 0b1100u);
     EXPECT_EQ(t.plan(q, 73, 0).window[0], 0b1110u);
     EXPECT_EQ(t.plan(q, 4096, 0).window[0], 0b1111u);
-    EXPECT_EQ(t.plan(q, 0, 0).window[0], 0b1000u);    // the newest page is exact anyway
+    EXPECT_EQ(t.plan(q, 0, 0).window[0], 0b1000u);  // the newest page is exact anyway
     // Tokens that the query does not see do not count.
     Queries sparse(256);
     sparse.add(199, {3, 70, 130, 131, 199});
@@ -237,7 +243,8 @@ TEST(SlotTable, KeepsRowsWhileSomeQueryStillCountsThemIntoItsWindow) {
   plan = t.plan(both, 60, 0);
   EXPECT_EQ(plan.seal, (std::vector<int32_t>{0, 1}));
   EXPECT_EQ(plan.release, (std::vector<int32_t>{0, 1}));
-  // A third query sees all but the newest token of A: it wants pages 0 to 2 quantized, A has 0 and 2 in its window.
+  // A third query sees all but the newest token of A: it wants pages 0 to 2 quantized, A has 0 and 2 in its
+  // window.
   std::vector<int> rest = range(0, 191);
   for (const int i : range(192, 256)) rest.push_back(i);
   Queries mixed(256);

@@ -1,5 +1,6 @@
-// SlabHeap: pieces of equal size back to back in mapped slabs. Resident memory follows what is in use: a slab is
-// resident as far as it was touched, whole system pages of a freed piece are given back, and so is an empty slab.
+// SlabHeap: pieces of equal size back to back in mapped slabs. Resident memory follows what is in use: a slab
+// is resident as far as it was touched, whole system pages of a freed piece are given back, and so is an
+// empty slab.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +12,8 @@
 
 namespace kvant {
 
-// Thread safe. Sizes are multiples of kTileAlign and so are addresses. Under AddressSanitizer, and where pages cannot
-// be mapped, every piece is an allocation of its own.
+// Thread safe. Sizes are multiples of kTileAlign and so are addresses. Under AddressSanitizer, and where
+// pages cannot be mapped, every piece is an allocation of its own.
 class SlabHeap {
  public:
   SlabHeap() = default;
