@@ -53,7 +53,7 @@ HWY_INLINE void value_octet(const Planes (&planes)[kVectors], const uint8_t* con
       if constexpr (kDirectDot) {
         total[r][i] = value_dot<kWidth>(total[r][i], quad(w), v[0][i]);
       } else {
-        Partial sum = hn::Zero(ds);
+        Partial sum = hn::Zero(hn::DFromV<Partial>());
         KVANT_UNROLL
         for (int s = 0; s < kRun; ++s) sum = value_dot<kWidth>(sum, quad(w + 4 * s), v[s][i]);
         total[r][i] = fold(total[r][i], sum);
