@@ -42,7 +42,7 @@ namespace {
 // So the latter is the reference; with f32 weights, logits of the two paths of llama.cpp differ by up to .06,
 // kvant's from the reference by less than .02 (queries are rounded differently).
 constexpr float kTolerance = 0.03f;
-constexpr float kFlashTolerance = 0.15f;  // against llama.cpp's flash attention
+constexpr float kFlashTolerance = 0.3f;  // against llama.cpp's flash attention
 
 struct Fixture {
   std::string path;
