@@ -6,6 +6,7 @@
 #define KVANT_TARGET hwy128
 #include "simd/attention-inl.h"
 #include "simd/attention_dot-inl.h"
+#include "simd/attention_prepare-inl.h"
 #include "simd/attention_pv-inl.h"
 #include "simd/attention_qk-inl.h"
 #include "simd/attention_rows-inl.h"
