@@ -144,7 +144,7 @@ class KvantSubject : public Subject {
       for (int i = 0; i < n; ++i) slots[i] = at + i;
       KVANT_RETURN_IF_ERROR(cache_->begin_batch(slots, layers));
       const int32_t own[] = {at + n - 1};
-      const StreamQueries q{.stream = StreamId{0}, .n_queries = 1, .n_slots = at + n, .own_slot = own};
+      const StreamQueries q{.stream = StreamId{0}, .n_queries = 1, .n_slots = at + n, .mask = nullptr, .mask_stride = 0, .own_slot = own};
       KVANT_RETURN_IF_ERROR(cache_->plan({&q, 1}, layers, &plan_));
       source.fill(at, n, rows.data());
       for (int l = 0; l < o.layers; ++l) {
@@ -158,7 +158,7 @@ class KvantSubject : public Subject {
       cache_->end_batch(plan_);
     }
     // The plan of one more query that sees everything.
-    const StreamQueries q{.stream = StreamId{0}, .n_queries = 1, .n_slots = length};
+    const StreamQueries q{.stream = StreamId{0}, .n_queries = 1, .n_slots = length, .mask = nullptr, .mask_stride = 0, .own_slot = {}};
     return cache_->plan({&q, 1}, layers, &plan_);
   }
 
@@ -345,7 +345,9 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
     for (auto& subject : subjects.value()) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
       if (o.progress) o.progress(0, name + " at " + std::to_string(length));
-      Timed t{.cache = name, .subject = std::move(subject), .seconds = {}};
+      Timed t;
+      t.cache = name;
+      t.subject = std::move(subject);
       KVANT_RETURN_IF_ERROR(t.subject->build(o, length));
       KVANT_RETURN_IF_ERROR(t.subject->check(cpu, &t.error));
       t.subject->run(cpu);
@@ -361,7 +363,9 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
   }
   for (const Timed& t : timed) {
     const double seconds = median(t.seconds) / o.layers;
-    AttentionRow row{.cache = t.cache, .length = length};
+    AttentionRow row;
+    row.cache = t.cache;
+    row.length = length;
     row.ns_per_head_key = seconds * 1e9 / (static_cast<double>(length) * o.kv_heads * o.group);
     row.cache_bytes = t.subject->bytes_per_layer();
     row.gigabytes_per_s = row.cache_bytes / seconds * 1e-9;

@@ -42,6 +42,19 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
+// The scheme with one side exact. A registered name keeps its name, because what it stands for depends on whether the
+// model has a calibration.
+std::string with_exact_side(const Candidate& c, std::string_view field) {
+  const std::string first = c.scheme.substr(0, c.scheme.find(','));
+  const bool registered = first.find('=') == std::string::npos;
+  if (registered && c.scheme.find("," + std::string(field) + "=") == std::string::npos) {
+    return c.scheme + "," + std::string(field) + "=f16";
+  }
+  Scheme scheme = c.parsed;
+  (field == "k" ? scheme.key_format : scheme.value_format) = "f16";
+  return to_string(scheme);
+}
+
 bool continues(const std::string& before, std::string_view part) {
   if (part.find('=') == std::string_view::npos || before.empty() || before.starts_with(kPeer)) return false;
   return !(part.starts_with("k=") && before.find("k=") != std::string::npos);
@@ -138,8 +151,8 @@ std::vector<Candidate> with_legs(const std::vector<Candidate>& candidates) {
     keys.type_v = values.type_k = GGML_TYPE_F16;
     keys.parsed.value_format = values.parsed.key_format = "f16";
     if (!c.peer) {
-      keys.scheme = to_string(keys.parsed);
-      values.scheme = to_string(values.parsed);
+      keys.scheme = with_exact_side(c, "v");
+      values.scheme = with_exact_side(c, "k");
     }
     if (keys.quantized()) out.push_back(std::move(keys));
     if (values.quantized()) out.push_back(std::move(values));

@@ -99,13 +99,13 @@ int longest(const Texts& texts) {
 }
 
 double total_units(const Texts& texts, const EvaluateOptions& o) {
-  double tokens = 0, units = 0;
-  for (const Pass& p : texts.text) tokens += p.last_scored + 1;
-  for (const Pass& p : texts.copy) tokens += p.last_scored + 1;
-  double contexts = 2;
+  double text = 0, copy = 0, units = 0;
+  for (const Pass& p : texts.text) text += p.last_scored + 1;
+  for (const Pass& p : texts.copy) copy += p.last_scored + 1;
+  double contexts = 1;
   for (const Candidate& c : o.candidates) contexts += c.baseline() ? 0 : 1;
   for (const Candidate& c : o.candidates) units += o.speed ? speed_units(c, o) : 0;
-  return tokens * contexts + units;
+  return (text + copy) * contexts + (text > 0 ? text : copy) + units;
 }
 
 Status check_lengths(const Model& model, const Texts& texts, const EvaluateOptions& o) {
@@ -134,11 +134,15 @@ Status measure_quality(const std::string& path, const EvaluateOptions& o, const 
   *progress = std::make_unique<Progress>(hooks, total_units(*texts, o));
   if (texts->text.empty() && texts->copy.empty()) return {};
   Result<std::unique_ptr<Lockstep>> lockstep =
-      Lockstep::create(*cpu.value(), kvant.get(), o, longest(*texts), /*with_floor=*/true);
+      Lockstep::create(*cpu.value(), kvant.get(), o, longest(*texts));
   if (!lockstep.ok()) return lockstep.status();
   Status status;
-  if (!texts->text.empty()) status = lockstep.value()->run("text", texts->text, progress->get(), out);
-  if (status.ok() && !texts->copy.empty()) status = lockstep.value()->run("copy", texts->copy, progress->get(), out);
+  // The floor is a matter of the model and its weights: once is enough.
+  const bool text = !texts->text.empty();
+  if (text) status = lockstep.value()->run("text", texts->text, /*with_floor=*/true, progress->get(), out);
+  if (status.ok() && !texts->copy.empty()) {
+    status = lockstep.value()->run("copy", texts->copy, /*with_floor=*/!text, progress->get(), out);
+  }
   return status;
 }
 

@@ -54,7 +54,7 @@ Result<Weights> look_at(const std::string& path) {
   std::unique_ptr<gguf_context, void (*)(gguf_context*)> file(
       gguf_init_from_file(path.c_str(), {.no_alloc = true, .ctx = &meta}), gguf_free);
   const std::unique_ptr<ggml_context, void (*)(ggml_context*)> owner(meta, ggml_free);
-  if (file == nullptr) return Status(Code::kCorrupt, "model " + path + " is not a GGUF file");
+  if (file == nullptr) return Status(Code::kIo, "model " + path + " is not a GGUF file");
   Weights w;
   for (ggml_tensor* t = ggml_get_first_tensor(meta); t != nullptr; t = ggml_get_next_tensor(meta, t)) {
     w.all_f32 = w.all_f32 && t->type == GGML_TYPE_F32;

@@ -74,7 +74,7 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device devic
   model->device_ = device;
   model->model_ = llama_model_load_from_file(path.c_str(), params);
   if (model->model_ == nullptr) {
-    return Status(Code::kCorrupt, "model " + path + " is not a model file that llama.cpp can load" + take_last_error());
+    return Status(Code::kIo, "model " + path + " is not a model file that llama.cpp can load" + take_last_error());
   }
   return model;
 }
@@ -91,8 +91,15 @@ std::string Model::description() const {
 
 std::vector<llama_token> Model::tokenize(const std::string& text, bool add_special, bool parse_special) const {
   std::vector<llama_token> tokens(text.size() + 16);
-  const int n = llama_tokenize(vocab(), text.data(), static_cast<int>(text.size()), tokens.data(),
-                               static_cast<int>(tokens.size()), add_special, parse_special);
+  auto attempt = [&] {
+    return llama_tokenize(vocab(), text.data(), static_cast<int>(text.size()), tokens.data(),
+                          static_cast<int>(tokens.size()), add_special, parse_special);
+  };
+  int n = attempt();
+  if (n < 0) {  // more tokens than bytes: minus their number
+    tokens.resize(static_cast<size_t>(-static_cast<int64_t>(n)));
+    n = attempt();
+  }
   tokens.resize(std::max(n, 0));
   return tokens;
 }
@@ -157,6 +164,10 @@ Status Context::decode(std::span<const llama_token> tokens, int first_position, 
   }
   const int rc = llama_decode(context_, batch_);
   if (rc == 0) return {};
+  if (Status status = ggml::take_error(); !status.ok()) {
+    take_last_error();
+    return status;
+  }
   const std::string at = " at position " + std::to_string(first_position) + take_last_error();
   if (rc == 1) return {Code::kPoolExhausted, "the context of " + std::to_string(options_.n_ctx) + " tokens is full" + at};
   if (rc == 2) return {Code::kCancelled, "cancelled" + at};

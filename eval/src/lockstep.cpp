@@ -56,19 +56,17 @@ Status Lockstep::add(const Model& model, Entry entry, int n_ctx) {
 }
 
 Result<std::unique_ptr<Lockstep>> Lockstep::create(const Model& cpu, const Model* kvant,
-                                                   const EvaluateOptions& options, int n_ctx, bool with_floor) {
+                                                   const EvaluateOptions& options, int n_ctx) {
   std::unique_ptr<Lockstep> lockstep(new Lockstep(options));
   Result<std::unique_ptr<Context>> baseline = Context::create(
       cpu, {.n_ctx = n_ctx, .n_batch = options.chunk_tokens, .n_threads = options.threads, .n_outputs = options.chunk_tokens});
   if (!baseline.ok()) return baseline.status();
   lockstep->baseline_ = std::move(baseline.value());
-  if (with_floor) {
-    Entry floor;
-    floor.floor = true;
-    floor.candidate.name = "floor";
-    floor.candidate.peer = true;
-    KVANT_RETURN_IF_ERROR(lockstep->add(cpu, std::move(floor), n_ctx));
-  }
+  Entry floor;
+  floor.floor = true;
+  floor.candidate.name = "floor";
+  floor.candidate.peer = true;
+  KVANT_RETURN_IF_ERROR(lockstep->add(cpu, std::move(floor), n_ctx));
   for (const Candidate& candidate : options.candidates) {
     Entry entry;
     entry.candidate = candidate;
@@ -93,6 +91,7 @@ void Lockstep::compare_chunk(int window, const Pass& pass, int begin, int from, 
   };
   std::vector<Job> jobs;
   for (Entry& entry : entries_) {
+    if (!entry.active) continue;
     const size_t old = entry.scores.size();
     entry.scores.resize(old + n);
     Job job{.logits = {}, .scores = entry.scores.data() + old};
@@ -132,7 +131,7 @@ Status Lockstep::run_pass(int index, const Pass& pass, const std::string& what, 
     progress->step(end - begin, what);
     for (Entry& entry : entries_) {
       if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
-      if (!entry.context) continue;
+      if (!entry.context || !entry.active) continue;
       Status status = entry.context->decode(chunk, begin, from);
       if (!status.ok()) return {status.code(), entry.candidate.name + ": " + status.message()};
       progress->step(end - begin, what);
@@ -168,8 +167,10 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
   for (Entry& entry : entries_) entry.scores.clear();
 }
 
-Status Lockstep::run(const std::string& test, const std::vector<Pass>& passes, Progress* progress, Evaluation* out) {
+Status Lockstep::run(const std::string& test, const std::vector<Pass>& passes, bool with_floor, Progress* progress,
+                     Evaluation* out) {
   ggml::reset_counters();
+  for (Entry& entry : entries_) entry.active = !entry.floor || with_floor;
   Status status;
   int tokens = 1;
   for (size_t i = 0; i < passes.size() && status.ok(); ++i) {

@@ -39,15 +39,17 @@ class Lockstep {
   // `cpu` runs llama.cpp's caches, `kvant` the others; both must outlive this. Candidates that are the baseline itself
   // get no context. n_ctx: tokens of the longest pass.
   static Result<std::unique_ptr<Lockstep>> create(const Model& cpu, const Model* kvant, const EvaluateOptions& options,
-                                                  int n_ctx, bool with_floor);
+                                                  int n_ctx);
 
-  // Adds one row per candidate and, if wanted, one floor to `out`. kCancelled leaves what was scored in the rows.
-  Status run(const std::string& test, const std::vector<Pass>& passes, Progress* progress, Evaluation* out);
+  // Adds one row per candidate and, `with_floor`, one floor to `out`. kCancelled leaves what was scored in the rows.
+  Status run(const std::string& test, const std::vector<Pass>& passes, bool with_floor, Progress* progress,
+             Evaluation* out);
 
  private:
   struct Entry {
     Candidate candidate;
     bool floor = false;
+    bool active = true;
     std::unique_ptr<Context> context;  // null: the baseline itself
     std::vector<TokenScore> scores;
   };

@@ -79,7 +79,7 @@ Status read_layers(const gguf_context* file, const Metadata& meta, ModelShape* o
   const int n_layers = static_cast<int>(meta.integer("block_count").value_or(0));
   const int64_t embedding = meta.integer("embedding_length").value_or(0);
   if (n_layers <= 0 || n_layers > 4096 || embedding <= 0) {
-    return {Code::kCorrupt, "the model file names no layers (block_count, embedding_length)"};
+    return {Code::kIo, "the model file names no layers (block_count, embedding_length)"};
   }
   for (int layer = 0; layer < n_layers; ++layer) {
     const int64_t heads = meta.integer("attention.head_count", layer).value_or(0);
@@ -142,7 +142,7 @@ Result<ModelShape> read_model_shape(const std::string& path) {
     return Status(Code::kIo, "model " + path + " cannot be read");
   }
   const GgufPtr file(gguf_init_from_file(path.c_str(), {.no_alloc = true, .ctx = nullptr}), gguf_free);
-  if (file == nullptr) return Status(Code::kCorrupt, "model " + path + " is not a GGUF file");
+  if (file == nullptr) return Status(Code::kIo, "model " + path + " is not a GGUF file");
   ModelShape shape;
   shape.architecture = text_of(file.get(), "general.architecture");
   shape.name = text_of(file.get(), "general.name");

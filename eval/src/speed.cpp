@@ -10,6 +10,7 @@ namespace kvant::eval {
 namespace {
 
 constexpr int kStep = 512;
+constexpr int kWarmUp = 32;
 
 double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -30,7 +31,7 @@ Status timed_run(Context* context, std::span<const llama_token> tokens, int deco
                  const std::string& what, Speed* out) {
   const int n = static_cast<int>(tokens.size());
   // Once, so that graphs and buffers exist.
-  KVANT_RETURN_IF_ERROR(context->decode(tokens.first(std::min(n, kStep)), 0, n));
+  KVANT_RETURN_IF_ERROR(context->decode(tokens.first(std::min(n, kWarmUp)), 0, n));
   context->clear();
   const double start = now_seconds();
   for (int begin = 0; begin < n; begin += kStep) {

@@ -105,9 +105,9 @@ class Writer {
 };
 
 void Writer::add_byte_tokenizer() {
-  // SentencePiece's byte fallback and nothing else; types: 2 unknown, 3 control, 6 byte.
-  std::vector<std::string> tokens = {"<unk>", "<s>", "</s>"};
-  std::vector<int32_t> types = {2, 3, 3};
+  // SentencePiece's byte fallback and its sign for a space; types: 1 normal, 2 unknown, 3 control, 6 byte.
+  std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "\xE2\x96\x81"};
+  std::vector<int32_t> types = {2, 3, 3, 1};
   for (int b = 0; b < 256; ++b) {
     char text[8];
     std::snprintf(text, sizeof text, "<0x%02X>", static_cast<unsigned>(b));

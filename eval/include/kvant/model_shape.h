@@ -23,7 +23,7 @@ struct ModelShape {
   std::vector<ShapeLayer> layers;  // those with a cache, in order
 };
 
-// kIo, kCorrupt; kUnsupported for models whose cache kvant does not manage (latent attention, recurrent ones).
+// kIo: cannot be read, or is no model; kUnsupported for models whose cache kvant does not manage (latent attention, recurrent ones).
 Result<ModelShape> read_model_shape(const std::string& path);
 
 // Slots that llama.cpp gives each stream of a cache: multiples of 256.

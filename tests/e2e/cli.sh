@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# The commands do what docs/cli.md says, on the real model and on small ones.
+set -euo pipefail
+kvant="$KVANT_BIN/kvant"
+model="$KVANT_MODEL"
+export KVANT_HOME="$KVANT_TEST_DIR/home"
+cd "$KVANT_TEST_DIR"
+
+say() { echo "-- $*"; }
+json() { python3 -c 'import json,sys; j=json.load(open(sys.argv[1])); sys.exit(0 if eval(sys.argv[2]) else 1)' "$1" "$2" || { echo "$1: not true: $2"; exit 1; }; }
+
+say "every command explains itself with examples"
+for command in run eval formats plan env testmodel; do
+  "$kvant" $command --help >help.txt
+  grep -q "Examples:" help.txt
+done
+"$kvant" --help | grep -q "130  interrupted"
+"$kvant" --version | grep -Eq '^kvant [0-9.]+ \(ggml [0-9.]+\)$'
+
+say "the exit codes of docs/cli.md are those of --help"
+"$kvant" --help | sed -n '/^Exit codes:/,$p' | sed -nE 's/^ *([0-9]+)  (.*)$/| \1 | \2 |/p' >codes.txt
+[ "$(wc -l <codes.txt)" -ge 10 ]
+while read -r line; do grep -qF "$line" "$KVANT_ROOT/docs/cli.md" || { echo "docs/cli.md lacks: $line"; exit 1; }; done <codes.txt
+
+say "formats"
+"$kvant" formats --json >formats.json
+json formats.json 'j["version"] == 1 and len(j["formats"]) > 5 and all(2 <= f["bits_k"] <= 17 for f in j["formats"])'
+json formats.json '{"exact", "kv8", "kv4"} <= {s["name"] for s in j["schemes"]}'
+python3 - <<'PYTHON'
+import json, subprocess, os
+kvant = os.environ["KVANT_BIN"] + "/kvant"
+for f in json.load(open("formats.json"))["formats"]:
+    for side in ("key", "value"):
+        tile = json.loads(subprocess.check_output([kvant, "formats", "--explain", f["name"], "--side", side, "--json"]))
+        at = 0
+        for part in tile["parts"]:
+            assert part["offset"] == at, (f["name"], side, part)
+            at += part["bytes"]
+        assert at == tile["tile_bytes"] == f["tile_bytes_k" if side == "key" else "tile_bytes_v"], (f["name"], side)
+PYTHON
+"$kvant" formats --explain t5-3 | grep -q "trailer"
+
+say "plan: a model file and the same shape by hand agree"
+"$kvant" plan -m "$model" -c 2048 --kv kv4 --json >a.json
+"$kvant" plan --layers 30 --query-heads 9 --kv-heads 3 --head-dim 64 -c 2048 --kv kv4 --json >b.json
+python3 -c 'import json; a,b=(json.load(open(f))["plans"] for f in ("a.json","b.json")); assert a==b, (a,b)'
+
+say "run: completes, counts, and plan said the same bytes"
+"$kvant" run -m "$model" -f "$KVANT_TEXT_DIR/calibration.txt" -c 8192 --kv kv4 2>/dev/null --json >too-long.json && exit 1 || [ $? -eq 5 ]
+head -c 6000 "$KVANT_TEXT_DIR/calibration.txt" >prompt.txt
+"$kvant" run -m "$model" -f prompt.txt -n 8 --temp 0 -c 4096 --kv k=c4,v=t4,vx=hadamard --json >run.json
+json run.json 'j["decode"]["tokens"] == 8 and j["cache"]["quantized_read_share"] > 0.3 and j["cache"]["packed"] > 0'
+json run.json 'j["cache"]["total"] < 0.7 * j["cache"]["f16"] + j["cache"]["workspace"]'
+tokens=$(python3 -c 'import json; print(json.load(open("run.json"))["cache"]["tokens"])')
+"$kvant" plan -m "$model" -c 4096 --kv k=c4,v=t4,vx=hadamard --json >whole.json
+"$kvant" plan -m "$model" -c "$tokens" --kv k=c4,v=t4,vx=hadamard --json >plan.json
+python3 - <<'PYTHON'
+import json
+run, plan = json.load(open("run.json"))["cache"], json.load(open("plan.json"))["plans"][0]["bytes"]
+whole = json.load(open("whole.json"))["plans"][0]["bytes"]
+# Rows and tiles follow the tokens, tables the context.
+for name, want in (("packed", plan["packed"]), ("exact_rows", plan["exact_rows"]), ("tables", whole["tables"]),
+                   ("workspace", whole["workspace"])):
+    assert run[name] == want, (name, run[name], want)
+PYTHON
+
+say "run: greedy text of the exact cache is llama.cpp's"
+"$kvant" run -m "$model" -p "The first thing to know about compilers is" -n 40 --temp 0 --kv exact 2>summary.txt >exact.txt
+"$kvant" run -m "$model" -p "The first thing to know about compilers is" -n 40 --temp 0 --kv llama:f16 2>/dev/null >f16.txt
+cmp exact.txt f16.txt
+for part in "exact rows" "packed tiles" tables workspace "f16 rows" "tok/s"; do grep -q "$part" summary.txt || { echo "no '$part' in the summary"; exit 1; }; done
+
+say "run: chat over two turns, from a pipe"
+printf 'My name is Ada. What is two plus two?\nWhat is my name?\n' |
+  "$kvant" run -m "$model" --temp 0 -n 60 2>/dev/null >chat.txt
+grep -q "Ada" chat.txt || { cat chat.txt; exit 1; }
+
+say "run: Ctrl-C ends cleanly with the summary"
+"$kvant" run -m "$model" -p "Once upon a time" -n 100000 --ignore-eos -c 8192 >long.txt 2>long-summary.txt &
+pid=$!
+for _ in $(seq 300); do [ -s long.txt ] && break; sleep 0.1; done
+sleep 1
+kill -INT "$pid"
+rc=0
+wait "$pid" || rc=$?
+[ "$rc" -eq 130 ] || { echo "exit $rc after SIGINT"; exit 1; }
+grep -q "workspace" long-summary.txt
+
+say "flags win over variables, and that is said"
+KVANT_KV=kv8 "$kvant" run -m "$model" -p "Hello" -n 2 --kv kv4 --json >override.json
+json override.json '"KVANT_KV=kv8 is overridden by --kv kv4" in j["overridden"] and j["kv"] == "kv4"'
+KVANT_KV=kv8 "$kvant" run -m "$model" -p "Hello" -n 2 --json >variable.json
+json variable.json 'j["kv"] == "kv8"'
+
+say "env: the exports name this build"
+"$kvant" env --kv kv8,w=64 --attention dequant >env.txt
+grep -qx "export GGML_BACKEND_PATH=$KVANT_BIN/libggml-kvant.so" env.txt
+grep -qx "export KVANT_KV=kv8,w=64" env.txt
+grep -qx "export KVANT_ATTENTION=dequant" env.txt
+json <("$kvant" env --json) 'j["environment"]["LLAMA_ARG_DEVICE"] == "KVANT"' || exit 1
+echo "all commands work"

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# What users get wrong: the exit code of docs/cli.md, a message on stderr that names the option (and the nearest legal
+# value, where there is one), nothing on stdout.
+set -u
+kvant="$KVANT_BIN/kvant"
+cd "$KVANT_TEST_DIR" || exit 1
+failed=0 checks=0
+
+# refuse CODE TEXT ARGUMENTS...: must fail with CODE and say TEXT.
+refuse() {
+  local code="$1" text="$2" rc=0
+  shift 2
+  "$kvant" "$@" >out.txt 2>err.txt </dev/null || rc=$?
+  checks=$((checks + 1))
+  if [ "$rc" -ne "$code" ] || ! grep -qF -- "$text" err.txt || [ -s out.txt ]; then
+    echo "kvant $*: exit $rc (wanted $code), stderr must hold '$text' and stdout nothing:"
+    sed 's/^/  /' err.txt out.txt
+    failed=$((failed + 1))
+  fi
+}
+
+echo "some text" >text.txt
+echo "not a model" >broken.gguf
+: >empty.gguf
+model="$KVANT_MODEL"
+
+refuse 2 "SUBCOMMAND"
+refuse 2 "'evall' is not a command; nearest is eval" evall
+refuse 2 "'--promt' is not an option; nearest is --prompt" run --promt x
+refuse 2 "'--kw' is not an option; nearest is --kv" eval -m "$model" -f text.txt --kw kv4
+refuse 2 "--model is required" run -p x
+refuse 2 "--file is required" eval -m "$model"
+refuse 4 "there is no file missing.gguf" run -m missing.gguf -p x
+refuse 4 "is a folder" run -m . -p x
+refuse 4 "broken.gguf is not a model file" run -m broken.gguf -p x
+refuse 4 "broken.gguf is not a GGUF file" eval -m broken.gguf -f text.txt
+refuse 4 "empty.gguf is not a GGUF file" plan -m empty.gguf
+refuse 2 "--window: 5000 is not in 0 to 4096; nearest is 4096" run -m "$model" -p x --window 5000
+refuse 2 "--sinks: -1 is not in 0 to 256; nearest is 0" run -m "$model" -p x --sinks -1
+refuse 2 "--threads: 0 is not in 1 to 512; nearest is 1" run -m "$model" -p x -t 0
+refuse 2 "--threads: 'two' is not a whole number" run -m "$model" -p x -t two
+refuse 2 "--temp: 'hot' is not a number" run -m "$model" -p x --temp hot
+refuse 2 "--top-p: 1.5 is not in 0 to 1; nearest is 1" run -m "$model" -p x --top-p 1.5
+refuse 2 "--attention: 'fuse' is none of fused, dequant; nearest is fused" run -m "$model" -p x --attention fuse
+refuse 2 "--isa: 'neon9'" run -m "$model" -p x --isa neon9
+refuse 2 "--limit: 0 is not in 1 to" run -m "$model" -p x --limit 0
+refuse 2 "nearest is kv4" run -m "$model" -p x --kv kv44
+refuse 2 "scheme 'k=zz,v=t4'" run -m "$model" -p x --kv k=zz,v=t4
+refuse 2 "w= takes 0..4096" run -m "$model" -p x --kv kv4,w=9999
+refuse 2 "w= is given twice" run -m "$model" -p x --kv kv4,w=9 --window 8
+refuse 2 "nearest is q8_0" run -m "$model" -p x --kv llama:q8
+refuse 2 "--ctx-size 999999: the model was trained for" run -m "$model" -p x -c 999999
+refuse 2 "the prompt is empty" run -m "$model" -f /dev/null
+refuse 2 "is listed twice" eval -m "$model" -f text.txt --kv kv4,kv8,kv4
+refuse 2 "--kv: no cache is listed" eval -m "$model" -f text.txt --kv ,
+refuse 2 "--tests: 'copies' is none of" eval -m "$model" -f text.txt --tests copies
+refuse 2 "--weights: 'f16' is none of f32, native" eval -m "$model" -f text.txt --weights f16
+refuse 2 "the text has" eval -m "$model" -f text.txt --kv kv4 --weights native
+refuse 2 "no position lies beyond the exact window + 512; the nearest that works is 642" \
+  eval -m "$model" -f "$KVANT_TEXT_DIR/evaluation.txt" --kv kv4 --weights native -c 256 --tests text
+refuse 2 "--layers is needed" plan --head-dim 64
+refuse 2 "give one or the other" plan -m "$model" --layers 3
+refuse 2 "--head-dim: 20 is not in 32 to 256; nearest is 32" plan --layers 2 --kv-heads 1 --head-dim 20
+refuse 2 "--head-dim 100: head sizes are multiples of 8; nearest is 104" formats --head-dim 100
+refuse 2 "nearest registered name is" formats --explain t9
+refuse 2 "--side: 'keys' is none of key, value; nearest is key" formats --explain t4 --side keys
+refuse 2 "--kind: 'bias' is none of" testmodel --kind bias -o m.gguf
+refuse 2 "--kv-heads 3 does not divide --heads 4; nearest is 2" testmodel --kv-heads 3 -o m.gguf
+refuse 4 "cannot be written" testmodel -o /nowhere/m.gguf
+export KVANT_KV=kv99
+refuse 2 "nearest is kv" env
+unset KVANT_KV
+export KVANT_STRICT=maybe
+refuse 2 "KVANT_STRICT=maybe" run -m "$model" -p x
+unset KVANT_STRICT
+export KVANT_ATENTION=fused
+refuse 2 "nearest is KVANT_ATTENTION" env
+unset KVANT_ATENTION
+
+echo "$checks bad inputs, $failed handled wrongly"
+[ "$failed" -eq 0 ] && [ "$checks" -ge 25 ]
