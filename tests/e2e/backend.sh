@@ -58,7 +58,7 @@ compare_kl "$model32" exact 0.00001
 said "kvant: exact, 16.00 bits per value"
 said "0.0 % of key reads from packed tiles"
 compare_kl "$model32" kv4,w=64 0.05
-said "kvant: k=c4 v=t4"
+said "window 64, sinks 16"
 grep -E 'kvant: 512 slots in .*, [1-9][0-9.]* % of key reads from packed tiles' "$log" >/dev/null ||
   fail "kv4 read nothing from packed tiles"
 
@@ -81,7 +81,7 @@ LLAMA_ARG_DEVICE=KVANT GGML_BACKEND_PATH="$module" KVANT_KV=kv8 KVANT_QUIET=1 "$
 said "Paris"
 grep -q "kvant: " "$log" && fail "KVANT_QUIET=1 was not quiet"
 stock kv4 llama-batched-bench -m "$KVANT_MODEL" -c 2048 -npp 64 -ntg 8 -npl 1,4 -fa on || fail "llama-batched-bench"
-said "KVANT"
+said "kvant: 288 slots"
 
 stock kv44 llama-completion -m "$KVANT_MODEL" -p x -n 1 -no-cnv && fail "KVANT_KV=kv44 was accepted"
 said "kvant: KVANT_KV=kv44"

@@ -45,7 +45,7 @@ void buffer_free(ggml_backend_buffer_t buffer) {
 void* buffer_base(ggml_backend_buffer_t buffer) { return buffer_of(buffer).base; }
 
 ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
-  Side side;
+  Side side = Side::kKey;
   int layer = 0;
   if (tensor->view_src != nullptr || !parse_cache_name(tensor->name, &side, &layer))
     return GGML_STATUS_SUCCESS;

@@ -38,10 +38,11 @@ std::string check_head_size(int64_t dim, const char* what) {
 
 // Whole system pages inside the range go back to the system; they read as zeros afterwards.
 void give_back(void* data, size_t bytes) {
-  const uintptr_t page = 4096;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  constexpr size_t kSystemPage = 4096;
+  const size_t skip = (kSystemPage - reinterpret_cast<uintptr_t>(data) % kSystemPage) % kSystemPage;
+  if (skip >= bytes) return;
+  const size_t whole = (bytes - skip) / kSystemPage * kSystemPage;
+  if (whole > 0) madvise(static_cast<char*>(data) + skip, whole, MADV_DONTNEED);
 }
 
 }  // namespace
@@ -124,14 +125,20 @@ void CacheState::learn(const ggml_tensor* attention) {
   layer.kind = layer.reason.empty() ? LayerKind::kManaged : LayerKind::kPlain;
 }
 
+Status CacheState::check_strict() const {
+  if (!options_.strict) return {};
+  for (const CacheLayer& layer : layers_) {
+    if (layer.kind != LayerKind::kPlain) continue;
+    return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) + " would stay f16 (" +
+                                    layer.reason + ") and KVANT_STRICT=1 forbids that"};
+  }
+  return {};
+}
+
 Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibration>& calibration,
                                std::vector<LayerScheme>* out) {
   layer_ids_.clear();
   for (CacheLayer& layer : layers_) {
-    if (layer.kind == LayerKind::kPlain && options_.strict) {
-      return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) + " would stay f16 (" +
-                                      layer.reason + ") and KVANT_STRICT=1 forbids that"};
-    }
     if (layer.kind != LayerKind::kManaged) continue;
     const LayerCalibration* basis = nullptr;
     if (calibration.has_value()) {
@@ -158,16 +165,17 @@ Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibra
 
 Status CacheState::create_cache(int n_threads, uint64_t fingerprint) {
   if (created()) return {};
+  KVANT_RETURN_IF_ERROR(check_strict());
+  const auto managed = std::find_if(layers_.begin(), layers_.end(), [](const CacheLayer& layer) {
+    return layer.kind == LayerKind::kManaged;
+  });
+  if (managed == layers_.end()) return {};
   Result<std::optional<Calibration>> calibration = find_calibration(options_, fingerprint);
   if (!calibration.ok()) return calibration.status();
   Result<Scheme> scheme = parse_scheme(options_.scheme, calibration.value().has_value());
   if (!scheme.ok()) return scheme.status();
   std::vector<LayerScheme> schemes;
   KVANT_RETURN_IF_ERROR(make_layers(scheme.value(), calibration.value(), &schemes));
-  if (schemes.empty()) return {};
-  const auto managed = std::find_if(layers_.begin(), layers_.end(), [](const CacheLayer& layer) {
-    return layer.kind == LayerKind::kManaged;
-  });
   const ggml_tensor* base = managed->tensors[0];
   const std::lock_guard<std::mutex> lock(mutex_);
   Result<std::unique_ptr<SlotCache>> made = SlotCache::create(
@@ -348,7 +356,7 @@ void CacheState::clear() {
 
 CacheReport CacheState::report() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!created()) return last_report_;
+  if (closed_) return last_report_;
   CacheReport r;
   for (const CacheLayer& layer : layers_) {
     if (layer.kind == LayerKind::kManaged) {
@@ -365,6 +373,8 @@ CacheReport CacheState::report() const {
     }
     r.model_layers.push_back(layer.model_layer);
   }
+  r.isa = active_isa();
+  if (!created()) return r;
   const SlotCache::Options& o = cache_->options();
   r.n_slots = o.n_slots;
   r.n_streams = o.n_streams;
@@ -378,7 +388,6 @@ CacheReport CacheState::report() const {
   r.pairs_quantized = counters.pairs_quantized.load();
   r.pairs_quantized_v = counters.pairs_quantized_v.load();
   r.sealed_tiles = cache_->sealed_tiles();
-  r.isa = active_isa();
   return r;
 }
 
@@ -399,6 +408,7 @@ void CacheState::close() {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   last_report_ = std::move(report);
+  closed_ = true;
   workspace_.reset();
   cache_.reset();
 }

@@ -12,6 +12,7 @@
 // thread.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,8 +37,8 @@ inline constexpr char kEngineLayer[] = "llama.cpp f16";
 
 struct CacheLayer {
   int model_layer = -1;
-  ggml_tensor* tensors[2] = {nullptr, nullptr};  // by Side
-  std::vector<bool> staged[2];  // rows set before the SlotCache exists, stream * slots + slot
+  std::array<ggml_tensor*, 2> tensors{};  // by Side
+  std::vector<bool> staged[2];            // rows set before the SlotCache exists, stream * slots + slot
   LayerKind kind = LayerKind::kUnseen;
   LayerShape shape;
   LayerId id;  // in the SlotCache, kManaged only
@@ -104,6 +105,7 @@ class CacheState {
 
  private:
   bool in_cache(const CacheTensor& tensor) const;
+  Status check_strict() const;
   Status make_layers(const Scheme& scheme, const std::optional<Calibration>& calibration,
                      std::vector<LayerScheme>* out);
   Status load_staged();

@@ -39,13 +39,19 @@ void say_error(Stream* stream, const std::string& message) {
   print_error(message);
 }
 
+bool in_slot_cache(const LayerScheme& layer) { return layer.effective != kEngineLayer; }
+
+bool has_slot_cache(const CacheReport& cache) {
+  return std::any_of(cache.layers.begin(), cache.layers.end(), in_slot_cache);
+}
+
 // One line for all caches of a model (those with window layers have two); one more when layers stay f16.
 void announce(const std::vector<CacheReport>& caches) {
   CacheReport all = caches.front();
   for (size_t i = 1; i < caches.size(); ++i) {
     all.layers.insert(all.layers.end(), caches[i].layers.begin(), caches[i].layers.end());
   }
-  print_note(describe_scheme(all));
+  if (has_slot_cache(all)) print_note(describe_scheme(all));
   std::string reason;
   int n = 0;
   for (const LayerScheme& layer : all.layers) {
@@ -57,12 +63,11 @@ void announce(const std::vector<CacheReport>& caches) {
 void note_caches(Stream* stream, const ShadowGraph& shadow) {
   std::vector<CacheReport> fresh;
   for (const std::shared_ptr<CacheState>& state : shadow.caches()) {
-    if (!state->created() ||
-        std::find(stream->caches.begin(), stream->caches.end(), state) != stream->caches.end()) {
-      continue;
-    }
+    if (std::find(stream->caches.begin(), stream->caches.end(), state) != stream->caches.end()) continue;
+    CacheReport report = state->report();
+    if (report.layers.empty()) continue;
     stream->caches.push_back(state);
-    fresh.push_back(state->report());
+    fresh.push_back(std::move(report));
   }
   if (!fresh.empty()) announce(fresh);
 }
@@ -106,7 +111,10 @@ const char* stream_name(ggml_backend_t) { return "KVANT"; }
 void stream_free(ggml_backend_t backend) {
   Stream* stream = &stream_of(backend);
   std::vector<CacheReport> reports;
-  for (const auto& state : stream->caches) reports.push_back(state->report());
+  for (const auto& state : stream->caches) {
+    CacheReport report = state->report();
+    if (has_slot_cache(report)) reports.push_back(std::move(report));
+  }
   if (!reports.empty()) print_note(describe_use(reports));
   delete stream;
   delete backend;
