@@ -123,7 +123,8 @@ class CacheState {
   std::vector<uint16_t> row_;        // one row, for ranges that cut rows
   std::string broken_;
   mutable std::mutex mutex_;  // creation and closing against report()
-  CacheReport last_report_;   // once closed
+  bool closed_ = false;
+  CacheReport last_report_;  // once closed
 };
 
 // All live caches, for report().
