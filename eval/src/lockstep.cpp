@@ -195,10 +195,11 @@ void fill_sizes(const std::vector<ggml::CacheReport>& caches, int tokens, Row* r
       const Widths w = widths(layer.shape);
       keys += w.keys;
       values += w.values;
-      key_bits += w.keys * layer.key_bits();
-      value_bits += w.values * layer.value_bits();
+      const double k = w.keys * stored_bits(layer, Side::kKey), v = w.values * stored_bits(layer, Side::kValue);
+      key_bits += k;
+      value_bits += v;
       // A cache with fewer slots belongs to layers with a sliding window: it does not grow.
-      if (c.n_slots == slots) asymptotic += (w.keys * layer.key_bits() + w.values * layer.value_bits()) / 8;
+      if (c.n_slots == slots) asymptotic += (k + v) / 8;
     }
   }
   if (keys > 0) {

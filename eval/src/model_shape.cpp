@@ -119,8 +119,8 @@ void set_bits(Plan* plan) {
     const double nv = static_cast<double>(layer.shape.n_kv_heads) * layer.shape.value_dim;
     keys += nk;
     values += nv;
-    key_bits += nk * layer.key_bits();
-    value_bits += nv * layer.value_bits();
+    key_bits += nk * stored_bits(layer, Side::kKey);
+    value_bits += nv * stored_bits(layer, Side::kValue);
   }
   plan->bits_k = key_bits / keys;
   plan->bits_v = value_bits / values;
@@ -128,6 +128,15 @@ void set_bits(Plan* plan) {
 }
 
 }  // namespace
+
+double stored_bits(const LayerScheme& layer, Side side) {
+  bool exact = layer.exact;
+  for (const HeadScheme& head : layer.heads) {
+    exact = exact || (side == Side::kKey ? head.key_format : head.value_format).exact();
+  }
+  if (exact) return 16;
+  return side == Side::kKey ? layer.key_bits() : layer.value_bits();
+}
 
 int full_slots(int context) { return (context + 255) / 256 * 256; }
 

@@ -23,7 +23,9 @@ struct EvalFlags {
   bool no_speed = false, legs = false, json = false, markdown = false, verbose = false;
 };
 
-constexpr char kDefaultCaches[] = "llama:f16,llama:q8_0,llama:q5_0,llama:q4_0,exact,kv8,kv4";
+// Three 4-bit schemes: the default (keys per channel), groups of 32 as llama.cpp's types have them, and a plain rotation.
+constexpr char kDefaultCaches[] =
+    "llama:f16,llama:q8_0,llama:q5_0,llama:q4_0,exact,kv8,kv4;k=g4,v=g4;k=t4,v=t4,kx=hadamard";
 
 constexpr char kFooter[] =
     "\nExamples:\n"

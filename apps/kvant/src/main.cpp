@@ -1,6 +1,7 @@
 // kvant: runs, evaluates, plans. Exit codes: exit_codes.h.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -43,15 +44,18 @@ std::string unknown_argument(const CLI::App& root) {
   const std::vector<std::string> own = app->remaining();
   const std::vector<std::string> rest = own.empty() ? root.remaining() : own;
   if (rest.empty()) return "";
+  // Values of an unknown option are left over, too.
+  const auto flag = std::find_if(rest.begin(), rest.end(), [](const std::string& r) { return r.starts_with("-"); });
+  const std::string& first = flag == rest.end() ? rest[0] : *flag;
+  const std::string given = first.substr(0, first.find('='));
   std::vector<std::string> names = option_names(app);
-  if (app == &root && rest[0][0] != '-') {
+  if (app == &root && !given.starts_with("-")) {
     names.clear();
     for (const CLI::App* sub : root.get_subcommands({})) {
       if (!sub->get_name().empty()) names.push_back(sub->get_name());
     }
   }
-  const std::string given = rest[0].substr(0, rest[0].find('='));
-  const bool option = given[0] == '-';
+  const bool option = given.starts_with("-");
   if (app != &root && !option) return fmt::format("'{}' is not expected; {} takes options only", given, app->get_name());
   return fmt::format("'{}' is not {}; nearest is {}", given, option ? "an option" : "a command", eval::nearest(given, names));
 }

@@ -26,6 +26,9 @@ struct ModelShape {
 // kIo: cannot be read, or is no model; kUnsupported for models whose cache kvant does not manage (latent attention, recurrent ones).
 Result<ModelShape> read_model_shape(const std::string& path);
 
+// Bits per stored value of one side: of its tiles, or 16 when the side stays binary16 rows.
+double stored_bits(const LayerScheme& layer, Side side);
+
 // Slots that llama.cpp gives each stream of a cache: multiples of 256.
 int full_slots(int context);
 // Of the layers with a sliding window, with llama.cpp's default ubatch.

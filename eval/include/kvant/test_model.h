@@ -15,8 +15,8 @@ enum class TestModelKind : uint8_t {
 
 struct TestModelOptions {
   TestModelKind kind = TestModelKind::kKeyBias;
-  std::string path;
-  std::string tokenizer_from;  // model file; empty: one token per byte
+  std::string path = {};
+  std::string tokenizer_from = {};  // model file; empty: one token per byte
   int layers = 2;
   int heads = 4;
   int kv_heads = 2;            // divides heads
