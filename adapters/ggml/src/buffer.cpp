@@ -9,6 +9,7 @@
 
 #include "ggml-backend-impl.h"
 #include "messages.h"
+#include "norm_tracker.h"
 
 namespace kvant::ggml {
 namespace {
@@ -51,6 +52,7 @@ ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor
     return GGML_STATUS_SUCCESS;
   Buffer& b = buffer_of(buffer);
   if (b.state == nullptr) b.state = std::make_shared<CacheState>(options());
+  forget_norms();
   buffer->buft = cache_buft();
   const Status status = b.state->add_tensor(tensor, side, layer);
   if (status.ok()) return GGML_STATUS_SUCCESS;

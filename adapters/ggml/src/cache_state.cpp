@@ -10,6 +10,7 @@
 #include "calibration_lookup.h"
 #include "kvant/isa.h"
 #include "kvant/scheme.h"
+#include "norm_tracker.h"
 
 namespace kvant::ggml {
 namespace {
@@ -98,6 +99,10 @@ Status CacheState::add_tensor(ggml_tensor* tensor, Side side, int model_layer) {
   return {};
 }
 
+void CacheState::set_norms(const std::vector<const ggml_tensor*>& norms) {
+  if (!created() && norms.size() > norms_.size()) norms_ = norms;
+}
+
 void CacheState::learn(const ggml_tensor* attention) {
   const ggml_tensor* q = attention->src[0];
   const ggml_tensor* k = attention->src[1];
@@ -170,6 +175,7 @@ Status CacheState::create_cache(int n_threads, uint64_t fingerprint) {
     return layer.kind == LayerKind::kManaged;
   });
   if (managed == layers_.end()) return {};
+  if (!norms_.empty()) fingerprint = norms_fingerprint(norms_);
   Result<std::optional<Calibration>> calibration = find_calibration(options_, fingerprint);
   if (!calibration.ok()) return calibration.status();
   Result<Scheme> scheme = parse_scheme(options_.scheme, calibration.value().has_value());

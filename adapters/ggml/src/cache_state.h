@@ -72,8 +72,12 @@ class CacheState {
   // Takes the head sizes from a flash-attention node over these tensors.
   void learn(const ggml_tensor* attention);
   // Makes the SlotCache for all layers learned so far, when there is none and there are any. `fingerprint`
-  // tells which model it is for; 0: not known.
+  // tells which model it is for when no
+  // norms were set; 0: not known.
   Status create_cache(int n_threads, uint64_t fingerprint);
+
+  // The attention norms of the model, by which its calibration is found.
+  void set_norms(const std::vector<const ggml_tensor*>& norms);
 
   bool created() const { return cache_ != nullptr; }
   SlotCache& cache() { return *cache_; }
@@ -115,6 +119,7 @@ class CacheState {
   Options options_;
   std::vector<CacheLayer> layers_;
   std::vector<std::unique_ptr<CacheTensor>> tensors_;
+  std::vector<const ggml_tensor*> norms_;
   std::vector<int32_t> layer_ids_;  // of the managed layers: 0 .. n-1
   std::unique_ptr<SlotCache> cache_;
   std::unique_ptr<AttentionWorkspace> workspace_;

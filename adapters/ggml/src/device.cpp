@@ -6,6 +6,7 @@
 #include "buffer.h"
 #include "cpu_device.h"
 #include "ggml-backend-impl.h"
+#include "norm_tracker.h"
 #include "settings.h"
 
 namespace kvant::ggml {
@@ -76,7 +77,9 @@ bool device_supports_op(ggml_backend_dev_t, const ggml_tensor* op) {
   // The scheduler asks about every attention node before anything runs: head sizes are known from then on.
   if (op->op == GGML_OP_FLASH_ATTN_EXT && cache_tensor(op->src[1]) != nullptr) {
     cache_tensor(op->src[1])->state->learn(op);
+    cache_tensor(op->src[1])->state->set_norms(noticed_norms());
   }
+  notice_norm(op);
   if (wants_repacking(op)) return false;
   return ggml_backend_dev_supports_op(cpu_device().device, op);
 }
