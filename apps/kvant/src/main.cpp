@@ -9,6 +9,7 @@
 
 #include "cli.h"
 #include "kvant/candidate.h"
+#include "kvant/llama_session.h"
 
 namespace kvant::cli {
 namespace {
@@ -64,7 +65,8 @@ int usage_error(const CLI::App& root, const CLI::ParseError& error) {
   const std::string name = error.get_name();
   std::string message = error.what();
   // What nobody knows comes first: a misspelt option is also missing.
-  const std::string unknown = name == "ExtrasError" || name == "RequiredError" ? unknown_argument(root) : "";
+  const bool extras = error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError);
+  const std::string unknown = extras || name == "RequiredError" ? unknown_argument(root) : "";
   if (!unknown.empty()) {
     message = unknown;
   } else if (name == "RequiredError" && root.get_subcommands().empty()) {
@@ -82,6 +84,7 @@ int usage_error(const CLI::App& root, const CLI::ParseError& error) {
 }
 
 int run(int argc, char** argv) {
+  eval::show_llama_messages(false);
   CLI::App root(kDescription, "kvant");
   root.set_version_flag("--version", std::string("kvant ") + KVANT_VERSION + " (ggml " + KVANT_GGML_VERSION + ")");
   root.footer(root_footer);
