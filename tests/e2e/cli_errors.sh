@@ -67,6 +67,10 @@ refuse 2 "--side: 'keys' is none of key, value; nearest is key" formats --explai
 refuse 2 "--kind: 'bias' is none of" testmodel --kind bias -o m.gguf
 refuse 2 "--kv-heads 3 does not divide --heads 4; nearest is 2" testmodel --kv-heads 3 -o m.gguf
 refuse 4 "cannot be written" testmodel -o /nowhere/m.gguf
+refuse 5 "does not fit in the memory limit of 1048576 bytes" run -m "$model" -p x --limit 1
+"$kvant" testmodel --kind shapes --head-dim 36 -o odd.gguf
+refuse 3 "head size 36" run -m odd.gguf -p x --strict
+refuse 3 "the nearest is 40" plan -m odd.gguf
 export KVANT_KV=kv99
 refuse 2 "nearest is kv" env
 unset KVANT_KV

@@ -366,6 +366,8 @@ CacheReport CacheState::report() const {
   CacheReport r;
   for (const CacheLayer& layer : layers_) {
     if (layer.kind == LayerKind::kManaged) {
+      // Not yet, or refused: memory limit, strictness.
+      if (!created()) continue;
       r.layers.push_back(cache_->layer(layer.id));
     } else if (layer.kind == LayerKind::kPlain) {
       LayerScheme& plain = r.layers.emplace_back();
