@@ -7,8 +7,7 @@ demo_table() {
     "$kvant" --version
     return
   fi
-  "$kvant" eval -m "$(model_file)" -f "$(text_file evaluation)" -t "$JOBS" \
-    --kv llama:f16,llama:q8_0,llama:q5_0,llama:q4_0,exact,kv8,kv4
+  "$kvant" eval -m "$(model_file)" -f "$(text_file evaluation)" --filler "$(text_file calibration)" -t "$JOBS"
 }
 
 # Replaces what stands between README.md's two demo-table marks by the file.

@@ -90,6 +90,7 @@ Status read_layers(const gguf_context* file, const Metadata& meta, ModelShape* o
                          gguf_find_tensor(file, (block + "attn_qkv.weight").c_str()) >= 0;
     if (!attends) continue;
     ShapeLayer entry;
+    entry.index = layer;
     entry.windowed = out->sliding_window > 0 && is_windowed(meta, out->architecture, layer);
     const std::string suffix = entry.windowed && meta.integer("attention.key_length_swa") ? "_swa" : "";
     entry.shape = {.n_query_heads = static_cast<int>(heads),
@@ -110,6 +111,12 @@ void add(MemoryReport* sum, const MemoryReport& part) {
   sum->exact_row_bytes += part.exact_row_bytes;
   sum->table_bytes += part.table_bytes;
   sum->workspace_bytes += part.workspace_bytes;
+}
+
+const LayerCalibration* calibration_of(const PlanOptions& options, int layer) {
+  if (options.calibration == nullptr) return nullptr;
+  const auto found = options.calibration->layers.find(layer);
+  return found == options.calibration->layers.end() ? nullptr : &found->second;
 }
 
 void set_bits(Plan* plan) {
@@ -168,7 +175,7 @@ Result<ModelShape> read_model_shape(const std::string& path) {
 }
 
 Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
-  Result<Scheme> scheme = parse_scheme(options.scheme);
+  Result<Scheme> scheme = parse_scheme(options.scheme, options.calibration != nullptr);
   if (!scheme.ok()) return scheme.status();
   Plan plan;
   for (const bool windowed : {false, true}) {
@@ -183,7 +190,7 @@ Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
     const int tokens = std::min(options.context, slots);
     for (const ShapeLayer& layer : shape.layers) {
       if (layer.windowed != windowed) continue;
-      Result<LayerScheme> resolved = resolve_layer(scheme.value(), layer.shape);
+      Result<LayerScheme> resolved = resolve_layer(scheme.value(), layer.shape, calibration_of(options, layer.index));
       if (!resolved.ok()) return resolved.status();
       plan.f16_bytes += sizeof(uint16_t) * static_cast<size_t>(layer.shape.n_kv_heads) *
                         static_cast<size_t>(layer.shape.key_dim + layer.shape.value_dim) *

@@ -2,10 +2,14 @@
 #include <fmt/format.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "cli.h"
 #include "kvant/eval_report.h"
+#include "kvant/calibration_file.h"
 #include "kvant/candidate.h"
 #include "kvant/model_shape.h"
 
@@ -46,6 +50,18 @@ Result<eval::ModelShape> shape_of(const PlanFlags& f) {
   return shape;
 }
 
+// The calibration that the backend would find for the model.
+Status find_calibration(const std::string& model, std::optional<ggml::Calibration>* out) {
+  Result<uint64_t> fingerprint = ggml::model_fingerprint(model);
+  if (!fingerprint.ok() || fingerprint.value() == 0) return fingerprint.status();
+  const std::string path = ggml::calibration_path(fingerprint.value());
+  if (!std::filesystem::exists(path)) return {};
+  Result<ggml::Calibration> loaded = ggml::load_calibration(path, fingerprint.value());
+  if (!loaded.ok()) return loaded.status();
+  *out = std::move(loaded.value());
+  return {};
+}
+
 nlohmann::json plan_json(const std::string& scheme, const eval::Plan& p) {
   return {{"kv", scheme},
           {"bits_k", p.bits_k},
@@ -78,12 +94,17 @@ int do_plan(const PlanFlags& f) {
   std::vector<std::vector<std::string>> rows = {
       {"scheme", "bits K / V", "packed", "exact rows", "tables", "workspace", "total bytes", "times smaller than f16"}};
   nlohmann::json plans = nlohmann::json::array();
+  std::optional<ggml::Calibration> calibration;
+  if (!f.model.empty()) {
+    if (Status status = find_calibration(f.model, &calibration); !status.ok()) return fail(status);
+  }
   size_t f16 = 0;
   for (const std::string& text : eval::split_candidates(f.kv)) {
     Result<std::string> scheme = scheme_with_flags(text, f.cache);
     if (!scheme.ok()) return fail(scheme.status());
     eval::PlanOptions options = f.options;
     options.scheme = scheme.value();
+    options.calibration = calibration ? &*calibration : nullptr;
     Result<eval::Plan> plan = eval::plan_model(shape.value(), options);
     if (!plan.ok()) return fail(plan.status());
     f16 = plan.value().f16_bytes;
@@ -95,6 +116,7 @@ int do_plan(const PlanFlags& f) {
     const nlohmann::json j = {{"version", 1},
                               {"model", f.model.empty() ? nlohmann::json(nullptr) : nlohmann::json(f.model)},
                               {"layers", shape.value().layers.size()},
+                              {"calibrated", calibration.has_value()},
                               {"sliding_window", shape.value().sliding_window},
                               {"ctx_size", f.options.context},
                               {"sequences", f.options.sequences},

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kvant/calibration_file.h"
 #include "kvant/slot_cache.h"
 #include "kvant/status.h"
 #include "kvant/types.h"
@@ -12,6 +13,7 @@ namespace kvant::eval {
 
 struct ShapeLayer {
   LayerShape shape;
+  int index = 0;          // in the model
   bool windowed = false;  // keeps the newest `sliding_window` tokens only
 };
 
@@ -40,6 +42,7 @@ struct PlanOptions {
   int sequences = 1;
   int threads = 1;         // workspace; at least the machine's, as the backend does
   int n_ubatch = 512;
+  const ggml::Calibration* calibration = nullptr;  // of the model: decides what registered names stand for
 };
 
 struct Plan {
