@@ -7,12 +7,14 @@
 
 #include "cli.h"
 #include "kvant/bench_attention.h"
+#include "kvant/candidate.h"
 
 namespace kvant::cli {
 namespace {
 
 struct AttentionFlags {
   eval::BenchAttentionOptions options;
+  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4,k=t4,v=t4,kv3,kv2";
   bool json = false;
 };
 
@@ -24,8 +26,8 @@ constexpr char kAttentionFooter[] =
     "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory in the same run.\n";
 
 std::string repro(const eval::BenchAttentionOptions& o) {
-  return fmt::format("kvant bench attention --kv {} --lengths {} --head-dim {} --kv-heads {} --group {} --layers {} -t {} --repeats {}",
-                     fmt::join(o.caches, ","), fmt::join(o.lengths, ","), o.head_dim, o.kv_heads, o.group, o.layers,
+  return fmt::format("kvant bench attention --kv '{}' --lengths {} --head-dim {} --kv-heads {} --group {} --layers {} -t {} --repeats {}",
+                     fmt::join(o.caches, ";"), fmt::join(o.lengths, ","), o.head_dim, o.kv_heads, o.group, o.layers,
                      o.threads, o.repeats);
 }
 
@@ -63,6 +65,7 @@ void print_table(const eval::AttentionBench& bench, const eval::BenchAttentionOp
 
 int do_attention(AttentionFlags* f) {
   catch_interrupt();
+  f->options.caches = eval::split_candidates(f->caches);
   ProgressLine progress;
   f->options.progress = [&](double share, const std::string& what) { progress.show(share, what); };
   f->options.cancelled = [] { return interrupted(); };
@@ -84,13 +87,12 @@ int do_attention(AttentionFlags* f) {
 Command add_bench(CLI::App& root) {
   auto f = std::make_shared<AttentionFlags>();
   eval::BenchAttentionOptions& o = f->options;
-  o.caches = {"llama:f16", "llama:q8_0", "llama:q4_0", "exact", "kv8", "kv4", "k=t4,v=t4", "kv3", "kv2"};
   o.threads = 0;
   CLI::App* bench = root.add_subcommand("bench", "measure speed");
   bench->require_subcommand(1);
   CLI::App* app = bench->add_subcommand("attention", "decode attention alone, kvant and llama.cpp in one run");
   app->footer(kAttentionFooter);
-  app->add_option("--kv", o.caches, "caches: schemes, or llama:TYPE")->delimiter(',')->type_name("LIST");
+  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")->type_name("LIST");
   app->add_option("--lengths", o.lengths, "keys (default 4096,32768)")->delimiter(',')->check(whole_number(64, 1 << 22))->type_name("LIST");
   app->add_option("--head-dim", o.head_dim, "channels of a head (default 128)")->check(whole_number(32, 256))->type_name("N");
   app->add_option("--kv-heads", o.kv_heads, "KV heads (default 2)")->check(whole_number(1, 64))->type_name("N");
