@@ -24,7 +24,8 @@ Result<ggml_type> parse_type(std::string_view text, std::string_view whole) {
     names.emplace_back(t.name);
   }
   return Status(Code::kInvalidArgument, "'" + std::string(whole) + "': '" + std::string(text) +
-                                            "' is not a cache type of llama.cpp; nearest is " + nearest(text, names));
+                                            "' is not a cache type of llama.cpp; nearest is " +
+                                            nearest(text, names));
 }
 
 size_t edit_distance(std::string_view a, std::string_view b) {
@@ -42,8 +43,8 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-// The scheme with one side exact. A registered name keeps its name, because what it stands for depends on whether the
-// model has a calibration.
+// The scheme with one side exact. A registered name keeps its name, because what it stands for depends on
+// whether the model has a calibration.
 std::string with_exact_side(const Candidate& c, std::string_view field) {
   const std::string first = c.scheme.substr(0, c.scheme.find(','));
   const bool registered = first.find('=') == std::string::npos;
@@ -63,9 +64,10 @@ bool continues(const std::string& before, std::string_view part) {
 }  // namespace
 
 std::string nearest(std::string_view text, const std::vector<std::string>& values) {
-  const auto best = std::min_element(values.begin(), values.end(), [&](const std::string& a, const std::string& b) {
-    return edit_distance(text, a) < edit_distance(text, b);
-  });
+  const auto best =
+      std::min_element(values.begin(), values.end(), [&](const std::string& a, const std::string& b) {
+        return edit_distance(text, a) < edit_distance(text, b);
+      });
   return best == values.end() ? std::string() : *best;
 }
 
@@ -132,7 +134,8 @@ Result<std::vector<Candidate>> parse_candidates(std::string_view list) {
   for (const std::string& text : split_candidates(list)) {
     Result<Candidate> candidate = parse_candidate(text);
     if (!candidate.ok()) return candidate.status();
-    const bool twice = std::any_of(out.begin(), out.end(), [&](const Candidate& c) { return c.name == text; });
+    const bool twice =
+        std::any_of(out.begin(), out.end(), [&](const Candidate& c) { return c.name == text; });
     if (twice) return Status(Code::kInvalidArgument, "'" + text + "' is listed twice");
     out.push_back(std::move(candidate.value()));
   }

@@ -12,7 +12,8 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kBlock = 1024;  // a lane adds at most 64 floats before it is flushed: relative error below 4e-6
 
-// exp(x) for x in [-87, 87] within 2 ulp: 2^n * exp(r), |r| <= ln(2)/2, ln(2) in two parts (Cody and Waite 1980).
+// exp(x) for x in [-87, 87] within 2 ulp: 2^n * exp(r), |r| <= ln(2)/2, ln(2) in two parts (Cody and Waite
+// 1980).
 inline float fast_exp(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const float shifted = x * 1.44269504f + kRound;
@@ -153,8 +154,8 @@ TokenScore Distribution::compare(const float* candidate, int target) const {
     score.delta_nll = log_sum_exp(candidate, n_vocab_) - candidate[target] - score.base_nll;
     return score;
   }
-  score.kl = std::log1p(
-      lane_sum(n_vocab_, [p, base, candidate, mean](int k) { return p[k] * excess(base[k] - candidate[k] - mean); }));
+  score.kl = std::log1p(lane_sum(
+      n_vocab_, [p, base, candidate, mean](int k) { return p[k] * excess(base[k] - candidate[k] - mean); }));
   // ln p_base(t) - ln p_candidate(t) = d(t) + ln(Z_candidate / Z_base) = (d(t) - mean) + KL
   score.delta_nll = static_cast<double>(base[target]) - candidate[target] - mean + score.kl;
   return score;

@@ -14,7 +14,7 @@ constexpr double kMib = 1024.0 * 1024.0;
 nlohmann::json number(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(nullptr); }
 
 nlohmann::json kl_json(const Summary& s) {
-  return {{"mean", number(s.kl_mean)}, {"lo", number(s.kl_lo)},     {"hi", number(s.kl_hi)},
+  return {{"mean", number(s.kl_mean)},     {"lo", number(s.kl_lo)},   {"hi", number(s.kl_hi)},
           {"median", number(s.kl_median)}, {"p99", number(s.kl_p99)}, {"p999", number(s.kl_p999)},
           {"max", number(s.kl_max)}};
 }
@@ -96,17 +96,19 @@ std::vector<std::string> table_row(const Row& row, bool speed) {
 
 std::string test_title(const std::string& test, const Evaluation& e, const EvaluateOptions& o) {
   if (test == "copy") {
-    return fmt::format("Copy test: {} tokens, {} other tokens, the same {} again; {} positions of the second copy "
-                       "scored, loss with f16 {:.3f}",
-                       o.passage_tokens, o.filler_tokens, o.passage_tokens, e.copy_scored, e.copy_base_nll);
+    return fmt::format(
+        "Copy test: {} tokens, {} other tokens, the same {} again; {} positions of the second copy "
+        "scored, loss with f16 {:.3f}",
+        o.passage_tokens, o.filler_tokens, o.passage_tokens, e.copy_scored, e.copy_base_nll);
   }
-  return fmt::format("Running text: {} x {} tokens, {} positions from {} on scored, loss with f16 {:.3f}", o.windows,
-                     o.window_tokens, e.text_scored, e.first_scored, e.text_base_nll);
+  return fmt::format("Running text: {} x {} tokens, {} positions from {} on scored, loss with f16 {:.3f}",
+                     o.windows, o.window_tokens, e.text_scored, e.first_scored, e.text_base_nll);
 }
 
 std::string footnotes(const Evaluation& e, bool speed) {
   std::string text;
-  const bool none = std::any_of(e.rows.begin(), e.rows.end(), [](const Row& r) { return !r.measures_quantization(); });
+  const bool none =
+      std::any_of(e.rows.begin(), e.rows.end(), [](const Row& r) { return !r.measures_quantization(); });
   const bool off = std::any_of(e.rows.begin(), e.rows.end(), [](const Row& r) {
     return r.candidate.peer && (!r.speed.flash_prefill || !r.speed.flash_decode);
   });
@@ -128,7 +130,8 @@ std::string format_table(const std::vector<std::vector<std::string>>& rows, bool
   auto line = [&](const std::vector<std::string>& row) {
     std::string out = markdown ? "|" : "";
     for (size_t i = 0; i < row.size(); ++i) {
-      const std::string cell = i == 0 ? fmt::format("{:<{}}", row[i], widths[i]) : fmt::format("{:>{}}", row[i], widths[i]);
+      const std::string cell =
+          i == 0 ? fmt::format("{:<{}}", row[i], widths[i]) : fmt::format("{:>{}}", row[i], widths[i]);
       out += markdown ? " " + cell + " |" : (i == 0 ? "" : "  ") + cell;
     }
     while (!out.empty() && out.back() == ' ') out.pop_back();
@@ -189,7 +192,11 @@ nlohmann::json to_json(const Evaluation& e, const EvaluateOptions& o, const std:
                              {"attention", o.kvant.attention == AttentionPath::kFused ? "fused" : "dequant"},
                              {"bootstrap_resamples", o.bootstrap.resamples},
                              {"seed", o.bootstrap.seed}};
-  nlohmann::json j = {{"version", kEvalJsonVersion}, {"model", e.model}, {"text", text_name}, {"floor", floor}, {"rows", rows}};
+  nlohmann::json j = {{"version", kEvalJsonVersion},
+                      {"model", e.model},
+                      {"text", text_name},
+                      {"floor", floor},
+                      {"rows", rows}};
   j["settings"] = settings;
   j["seconds"] = e.seconds;
   if (e.interrupted) j["interrupted"] = true;
@@ -197,11 +204,12 @@ nlohmann::json to_json(const Evaluation& e, const EvaluateOptions& o, const std:
 }
 
 std::string to_table(const Evaluation& e, const EvaluateOptions& o, bool markdown) {
-  std::string text = fmt::format("{}, {} weights, {} threads. KL in nats against llama.cpp's f16 cache.\n", e.model,
-                                 e.weights, o.threads);
+  std::string text = fmt::format("{}, {} weights, {} threads. KL in nats against llama.cpp's f16 cache.\n",
+                                 e.model, e.weights, o.threads);
   for (const char* test : {"text", "copy"}) {
-    std::vector<std::vector<std::string>> rows = {{"cache", "bits K / V", "B/token", "B/token inf", "mean KL", "95 %",
-                                                   "median", "p99", "p99.9", "max", "top-1", "ppl ratio", "quantized reads"}};
+    std::vector<std::vector<std::string>> rows = {{"cache", "bits K / V", "B/token", "B/token inf", "mean KL",
+                                                   "95 %", "median", "p99", "p99.9", "max", "top-1",
+                                                   "ppl ratio", "quantized reads"}};
     if (o.speed) {
       for (const char* column : {"prefill tok/s", "decode tok/s", "peak MiB"}) rows[0].push_back(column);
     }
@@ -212,8 +220,9 @@ std::string to_table(const Evaluation& e, const EvaluateOptions& o, bool markdow
     text += "\n" + test_title(test, e, o) + ".\n";
     for (const Floor& f : e.floors) {
       if (f.test != test) continue;
-      text += fmt::format("Floor (llama.cpp f16, flash attention off against on): mean KL {}, p99 {}, top-1 {:.2f} %.\n",
-                          kl_text(f.quality.kl_mean), kl_text(f.quality.kl_p99), 100 * f.quality.top1);
+      text += fmt::format(
+          "Floor (llama.cpp f16, flash attention off against on): mean KL {}, p99 {}, top-1 {:.2f} %.\n",
+          kl_text(f.quality.kl_mean), kl_text(f.quality.kl_p99), 100 * f.quality.top1);
     }
     text += "\n" + format_table(rows, markdown);
   }

@@ -42,9 +42,10 @@ Status make_text_passes(const Model& model, const EvaluateOptions& o, const std:
   const size_t need = static_cast<size_t>(o.window_tokens) * o.windows;
   if (tokens.size() < need) return too_short("the text", tokens.size(), need);
   if (first_scored > o.window_tokens - 2) {
-    return {Code::kInvalidArgument, "--ctx-size " + std::to_string(o.window_tokens) +
-                                        ": no position lies beyond the exact window + 512; the nearest that works is " +
-                                        std::to_string(first_scored + 2)};
+    return {Code::kInvalidArgument,
+            "--ctx-size " + std::to_string(o.window_tokens) +
+                ": no position lies beyond the exact window + 512; the nearest that works is " +
+                std::to_string(first_scored + 2)};
   }
   for (int w = 0; w < o.windows; ++w) {
     Pass pass;
@@ -80,7 +81,8 @@ Status make_copy_pass(const Model& model, const EvaluateOptions& o, const std::v
 }
 
 Status make_texts(const Model& model, const EvaluateOptions& o, Evaluation* result, Texts* out) {
-  const std::vector<llama_token> tokens = model.tokenize(o.text, /*add_special=*/true, /*parse_special=*/false);
+  const std::vector<llama_token> tokens =
+      model.tokenize(o.text, /*add_special=*/true, /*parse_special=*/false);
   result->first_scored = o.second_half ? o.window_tokens / 2 : largest_window(o.candidates) + kBeyondWindow;
   if (o.text_test) KVANT_RETURN_IF_ERROR(make_text_passes(model, o, tokens, result->first_scored, out));
   if (o.copy_test) KVANT_RETURN_IF_ERROR(make_copy_pass(model, o, tokens, out));
@@ -112,15 +114,16 @@ Status check_lengths(const Model& model, const Texts& texts, const EvaluateOptio
   const int n = std::max(longest(texts), o.speed ? o.speed_tokens + o.decode_tokens : 0);
   const int most = model.train_context();
   if (most > 0 && n > most) {
-    return {Code::kInvalidArgument, std::to_string(n) + " tokens are asked for, but the model was trained for " +
-                                        std::to_string(most) + "; use smaller --ctx-size, --passage, --filler-tokens or " +
-                                        "--speed-depth"};
+    return {Code::kInvalidArgument,
+            std::to_string(n) + " tokens are asked for, but the model was trained for " +
+                std::to_string(most) + "; use smaller --ctx-size, --passage, --filler-tokens or " +
+                "--speed-depth"};
   }
   return {};
 }
 
-Status measure_quality(const std::string& path, const EvaluateOptions& o, const EvaluateHooks& hooks, Texts* texts,
-                       std::unique_ptr<Progress>* progress, Evaluation* out) {
+Status measure_quality(const std::string& path, const EvaluateOptions& o, const EvaluateHooks& hooks,
+                       Texts* texts, std::unique_ptr<Progress>* progress, Evaluation* out) {
   Result<std::unique_ptr<Model>> cpu = Model::load(path, Device::kCpu);
   if (!cpu.ok()) return cpu.status();
   std::unique_ptr<Model> kvant;
@@ -158,7 +161,9 @@ Status measure_speeds(const EvaluateOptions& o, const Texts& texts, Progress* pr
     }
     Speed speed;
     Status status = measure_speed(*model, c, o, texts.speed, progress, &speed);
-    if (!status.ok()) return {status.code(), status.code() == Code::kCancelled ? status.message() : c.name + ": " + status.message()};
+    if (!status.ok())
+      return {status.code(),
+              status.code() == Code::kCancelled ? status.message() : c.name + ": " + status.message()};
     for (Row& row : out->rows) {
       if (row.candidate.name != c.name) continue;
       const size_t peak = std::max(row.speed.peak_bytes, speed.peak_bytes);
@@ -179,7 +184,8 @@ void fill_peers(const EvaluateOptions& o, const Texts& texts, Evaluation* out) {
     if (!row.candidate.peer || !shape.ok() || passes.empty()) continue;
     fill_peer_sizes(shape.value(), static_cast<int>(passes[0].tokens.size()) - 1, &row);
     const int n_ctx = o.speed ? o.speed_tokens + o.decode_tokens : static_cast<int>(passes[0].tokens.size());
-    row.speed.peak_bytes = peer_cache_bytes(shape.value(), row.candidate, n_ctx, o.speed ? 512 : o.chunk_tokens);
+    row.speed.peak_bytes =
+        peer_cache_bytes(shape.value(), row.candidate, n_ctx, o.speed ? 512 : o.chunk_tokens);
   }
 }
 

@@ -28,7 +28,7 @@ uint64_t fnv1a(uint64_t hash, const void* data, size_t bytes) {
 }
 
 Result<uint64_t> file_hash(const std::string& path) {
-  struct stat info{};
+  struct stat info {};
   std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
   if (file == nullptr || fstat(fileno(file.get()), &info) != 0 || !S_ISREG(info.st_mode)) {
     return Status(Code::kIo, "model " + path + " cannot be read");
@@ -38,7 +38,8 @@ Result<uint64_t> file_hash(const std::string& path) {
   uint64_t hash = fnv1a(0xCBF29CE484222325ULL, facts, sizeof facts);
   std::vector<char> edge(kEdgeBytes);
   for (const off_t from : {off_t{0}, std::max<off_t>(0, info.st_size - static_cast<off_t>(kEdgeBytes))}) {
-    if (fseeko(file.get(), from, SEEK_SET) != 0) return Status(Code::kIo, "model " + path + " cannot be read");
+    if (fseeko(file.get(), from, SEEK_SET) != 0)
+      return Status(Code::kIo, "model " + path + " cannot be read");
     hash = fnv1a(hash, edge.data(), std::fread(edge.data(), 1, edge.size(), file.get()));
   }
   return hash;
@@ -87,8 +88,9 @@ Result<std::string> f32_weights(const std::string& model_path, int threads) {
   if (error) return Status(Code::kIo, "folder " + folder.string() + " cannot be made: " + error.message());
   const uint64_t need = weights.value().elements * 4 + (16U << 20);
   if (const fs::space_info space = fs::space(folder, error); !error && space.available < need) {
-    return Status(Code::kIo, folder.string() + " has no room for " + std::to_string(need >> 20) +
-                                 " MiB of f32 weights; set KVANT_HOME to another folder or use --weights native");
+    return Status(Code::kIo,
+                  folder.string() + " has no room for " + std::to_string(need >> 20) +
+                      " MiB of f32 weights; set KVANT_HOME to another folder or use --weights native");
   }
   const fs::path scratch = target.string() + "." + std::to_string(getpid()) + ".tmp";
   llama_model_quantize_params params = llama_model_quantize_default_params();
@@ -100,7 +102,8 @@ Result<std::string> f32_weights(const std::string& model_path, int threads) {
   if (!done || error) {
     std::error_code ignored;
     fs::remove(scratch, ignored);
-    return Status(Code::kIo, "weights of " + model_path + " could not be expanded to f32 in " + folder.string());
+    return Status(Code::kIo,
+                  "weights of " + model_path + " could not be expanded to f32 in " + folder.string());
   }
   return target.string();
 }

@@ -74,7 +74,8 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path, Device devic
   model->device_ = device;
   model->model_ = llama_model_load_from_file(path.c_str(), params);
   if (model->model_ == nullptr) {
-    return Status(Code::kIo, "model " + path + " is not a model file that llama.cpp can load" + take_last_error());
+    return Status(Code::kIo,
+                  "model " + path + " is not a model file that llama.cpp can load" + take_last_error());
   }
   return model;
 }
@@ -89,7 +90,8 @@ std::string Model::description() const {
   return text;
 }
 
-std::vector<llama_token> Model::tokenize(const std::string& text, bool add_special, bool parse_special) const {
+std::vector<llama_token> Model::tokenize(const std::string& text, bool add_special,
+                                         bool parse_special) const {
   std::vector<llama_token> tokens(text.size() + 16);
   auto attempt = [&] {
     return llama_tokenize(vocab(), text.data(), static_cast<int>(text.size()), tokens.data(),
@@ -124,14 +126,15 @@ Result<std::unique_ptr<Context>> Context::create(const Model& model, const Conte
   params.n_threads = params.n_threads_batch = options.n_threads;
   params.type_k = options.type_k;
   params.type_v = options.type_v;
-  params.flash_attn_type = options.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+  params.flash_attn_type =
+      options.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
   params.swa_full = false;
   params.no_perf = true;
   context->context_ = llama_init_from_model(model.get(), params);
   if (context->context_ == nullptr) {
-    return Status(Code::kUnsupported, "no context of " + std::to_string(options.n_ctx) + " tokens with cache types " +
-                                          ggml_type_name(options.type_k) + "/" + ggml_type_name(options.type_v) +
-                                          take_last_error());
+    return Status(Code::kUnsupported, "no context of " + std::to_string(options.n_ctx) +
+                                          " tokens with cache types " + ggml_type_name(options.type_k) + "/" +
+                                          ggml_type_name(options.type_v) + take_last_error());
   }
   context->batch_ = llama_batch_init(options.n_batch, 0, 1);
   if (on_kvant) KVANT_RETURN_IF_ERROR(context->warm_up(model));
@@ -169,7 +172,9 @@ Status Context::decode(std::span<const llama_token> tokens, int first_position, 
     return status;
   }
   const std::string at = " at position " + std::to_string(first_position) + take_last_error();
-  if (rc == 1) return {Code::kPoolExhausted, "the context of " + std::to_string(options_.n_ctx) + " tokens is full" + at};
+  if (rc == 1)
+    return {Code::kPoolExhausted,
+            "the context of " + std::to_string(options_.n_ctx) + " tokens is full" + at};
   if (rc == 2) return {Code::kCancelled, "cancelled" + at};
   return {Code::kInternal, "llama.cpp could not compute" + at};
 }

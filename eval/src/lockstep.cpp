@@ -12,7 +12,8 @@ struct Pairs {
   uint64_t total = 0, quantized = 0;
 };
 
-// Pairs whose keys or whose values were read from tiles, whichever are more: schemes may quantize one side only.
+// Pairs whose keys or whose values were read from tiles, whichever are more: schemes may quantize one side
+// only.
 Pairs count_pairs(const std::vector<ggml::CacheReport>& caches) {
   uint64_t total = 0, keys = 0, values = 0;
   for (const ggml::CacheReport& c : caches) {
@@ -58,8 +59,10 @@ Status Lockstep::add(const Model& model, Entry entry, int n_ctx) {
 Result<std::unique_ptr<Lockstep>> Lockstep::create(const Model& cpu, const Model* kvant,
                                                    const EvaluateOptions& options, int n_ctx) {
   std::unique_ptr<Lockstep> lockstep(new Lockstep(options));
-  Result<std::unique_ptr<Context>> baseline = Context::create(
-      cpu, {.n_ctx = n_ctx, .n_batch = options.chunk_tokens, .n_threads = options.threads, .n_outputs = options.chunk_tokens});
+  Result<std::unique_ptr<Context>> baseline = Context::create(cpu, {.n_ctx = n_ctx,
+                                                                    .n_batch = options.chunk_tokens,
+                                                                    .n_threads = options.threads,
+                                                                    .n_outputs = options.chunk_tokens});
   if (!baseline.ok()) return baseline.status();
   lockstep->baseline_ = std::move(baseline.value());
   Entry floor;
@@ -95,7 +98,8 @@ void Lockstep::compare_chunk(int window, const Pass& pass, int begin, int from, 
     const size_t old = entry.scores.size();
     entry.scores.resize(old + n);
     Job job{.logits = {}, .scores = entry.scores.data() + old};
-    for (int i = 0; i < n; ++i) job.logits.push_back(entry.context ? entry.context->logits(from + i) : base[i]);
+    for (int i = 0; i < n; ++i)
+      job.logits.push_back(entry.context ? entry.context->logits(from + i) : base[i]);
     jobs.push_back(std::move(job));
   }
   std::atomic<int> next{0};
@@ -157,7 +161,8 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
     if (!entry.candidate.peer) {
       row.caches = entry.context->reports();
       const Pairs pairs = count_pairs(row.caches);
-      if (pairs.total > 0) row.quantized_read_share = static_cast<double>(pairs.quantized) / static_cast<double>(pairs.total);
+      if (pairs.total > 0)
+        row.quantized_read_share = static_cast<double>(pairs.quantized) / static_cast<double>(pairs.total);
       fill_sizes(row.caches, tokens, &row);
     } else {
       row.quantized_read_share = entry.candidate.quantized() ? 1.0 : 0.0;
@@ -167,8 +172,8 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
   for (Entry& entry : entries_) entry.scores.clear();
 }
 
-Status Lockstep::run(const std::string& test, const std::vector<Pass>& passes, bool with_floor, Progress* progress,
-                     Evaluation* out) {
+Status Lockstep::run(const std::string& test, const std::vector<Pass>& passes, bool with_floor,
+                     Progress* progress, Evaluation* out) {
   ggml::reset_counters();
   for (Entry& entry : entries_) entry.active = !entry.floor || with_floor;
   Status status;
@@ -195,7 +200,8 @@ void fill_sizes(const std::vector<ggml::CacheReport>& caches, int tokens, Row* r
       const Widths w = widths(layer.shape);
       keys += w.keys;
       values += w.values;
-      const double k = w.keys * stored_bits(layer, Side::kKey), v = w.values * stored_bits(layer, Side::kValue);
+      const double k = w.keys * stored_bits(layer, Side::kKey),
+                   v = w.values * stored_bits(layer, Side::kValue);
       key_bits += k;
       value_bits += v;
       // A cache with fewer slots belongs to layers with a sliding window: it does not grow.
@@ -236,7 +242,8 @@ size_t peer_cache_bytes(const ModelShape& shape, const Candidate& c, int n_ctx, 
   double bytes = 0;
   for (const ShapeLayer& layer : shape.layers) {
     const Widths w = widths(layer.shape);
-    const int slots = layer.windowed ? windowed_slots(n_ctx, shape.sliding_window, n_batch) : full_slots(n_ctx);
+    const int slots =
+        layer.windowed ? windowed_slots(n_ctx, shape.sliding_window, n_batch) : full_slots(n_ctx);
     bytes += (w.keys * bytes_per_value(c.type_k) + w.values * bytes_per_value(c.type_v)) * slots;
   }
   return static_cast<size_t>(bytes);

@@ -36,12 +36,13 @@ class Progress {
 
 class Lockstep {
  public:
-  // `cpu` runs llama.cpp's caches, `kvant` the others; both must outlive this. Candidates that are the baseline itself
-  // get no context. n_ctx: tokens of the longest pass.
-  static Result<std::unique_ptr<Lockstep>> create(const Model& cpu, const Model* kvant, const EvaluateOptions& options,
-                                                  int n_ctx);
+  // `cpu` runs llama.cpp's caches, `kvant` the others; both must outlive this. Candidates that are the
+  // baseline itself get no context. n_ctx: tokens of the longest pass.
+  static Result<std::unique_ptr<Lockstep>> create(const Model& cpu, const Model* kvant,
+                                                  const EvaluateOptions& options, int n_ctx);
 
-  // Adds one row per candidate and, `with_floor`, one floor to `out`. kCancelled leaves what was scored in the rows.
+  // Adds one row per candidate and, `with_floor`, one floor to `out`. kCancelled leaves what was scored in
+  // the rows.
   Status run(const std::string& test, const std::vector<Pass>& passes, bool with_floor, Progress* progress,
              Evaluation* out);
 
@@ -64,8 +65,8 @@ class Lockstep {
   std::vector<Entry> entries_;
 };
 
-// Bits and bytes of a row. kvant: from the counters of its caches, which hold `tokens` tokens. Peers: from the row
-// sizes of their types.
+// Bits and bytes of a row. kvant: from the counters of its caches, which hold `tokens` tokens. Peers: from
+// the row sizes of their types.
 void fill_sizes(const std::vector<ggml::CacheReport>& caches, int tokens, Row* row);
 void fill_peer_sizes(const ModelShape& shape, int tokens, Row* row);
 // What llama.cpp allocates for its own cache.

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <thread>
 
-#include "gguf.h"
 #include "ggml.h"
+#include "gguf.h"
 
 namespace kvant::eval {
 namespace {
@@ -17,13 +17,15 @@ using GgufPtr = std::unique_ptr<gguf_context, void (*)(gguf_context*)>;
 // Values of one architecture: "qwen2.block_count" is asked for as "block_count".
 class Metadata {
  public:
-  Metadata(const gguf_context* file, std::string architecture) : file_(file), prefix_(std::move(architecture) + ".") {}
+  Metadata(const gguf_context* file, std::string architecture)
+      : file_(file), prefix_(std::move(architecture) + ".") {}
 
   // Element `index` of an array, or the scalar.
   std::optional<int64_t> integer(std::string_view key, int64_t index = 0) const {
     const int64_t id = gguf_find_key(file_, (prefix_ + std::string(key)).c_str());
     if (id < 0) return std::nullopt;
-    if (gguf_get_kv_type(file_, id) != GGUF_TYPE_ARRAY) return number(gguf_get_kv_type(file_, id), gguf_get_val_data(file_, id), 0);
+    if (gguf_get_kv_type(file_, id) != GGUF_TYPE_ARRAY)
+      return number(gguf_get_kv_type(file_, id), gguf_get_val_data(file_, id), 0);
     if (index >= static_cast<int64_t>(gguf_get_arr_n(file_, id))) return std::nullopt;
     if (gguf_get_arr_type(file_, id) == GGUF_TYPE_STRING) return std::nullopt;
     return number(gguf_get_arr_type(file_, id), gguf_get_arr_data(file_, id), index);
@@ -36,16 +38,26 @@ class Metadata {
  private:
   static std::optional<int64_t> number(gguf_type type, const void* data, int64_t i) {
     switch (type) {
-      case GGUF_TYPE_UINT8: return static_cast<const uint8_t*>(data)[i];
-      case GGUF_TYPE_INT8: return static_cast<const int8_t*>(data)[i];
-      case GGUF_TYPE_UINT16: return static_cast<const uint16_t*>(data)[i];
-      case GGUF_TYPE_INT16: return static_cast<const int16_t*>(data)[i];
-      case GGUF_TYPE_UINT32: return static_cast<const uint32_t*>(data)[i];
-      case GGUF_TYPE_INT32: return static_cast<const int32_t*>(data)[i];
-      case GGUF_TYPE_UINT64: return static_cast<int64_t>(static_cast<const uint64_t*>(data)[i]);
-      case GGUF_TYPE_INT64: return static_cast<const int64_t*>(data)[i];
-      case GGUF_TYPE_BOOL: return static_cast<const int8_t*>(data)[i] != 0;
-      default: return std::nullopt;
+      case GGUF_TYPE_UINT8:
+        return static_cast<const uint8_t*>(data)[i];
+      case GGUF_TYPE_INT8:
+        return static_cast<const int8_t*>(data)[i];
+      case GGUF_TYPE_UINT16:
+        return static_cast<const uint16_t*>(data)[i];
+      case GGUF_TYPE_INT16:
+        return static_cast<const int16_t*>(data)[i];
+      case GGUF_TYPE_UINT32:
+        return static_cast<const uint32_t*>(data)[i];
+      case GGUF_TYPE_INT32:
+        return static_cast<const int32_t*>(data)[i];
+      case GGUF_TYPE_UINT64:
+        return static_cast<int64_t>(static_cast<const uint64_t*>(data)[i]);
+      case GGUF_TYPE_INT64:
+        return static_cast<const int64_t*>(data)[i];
+      case GGUF_TYPE_BOOL:
+        return static_cast<const int8_t*>(data)[i] != 0;
+      default:
+        return std::nullopt;
     }
   }
   const gguf_context* file_;
@@ -93,15 +105,18 @@ Status read_layers(const gguf_context* file, const Metadata& meta, ModelShape* o
     entry.index = layer;
     entry.windowed = out->sliding_window > 0 && is_windowed(meta, out->architecture, layer);
     const std::string suffix = entry.windowed && meta.integer("attention.key_length_swa") ? "_swa" : "";
-    entry.shape = {.n_query_heads = static_cast<int>(heads),
-                   .n_kv_heads = static_cast<int>(kv_heads),
-                   .key_dim = static_cast<int>(meta.integer("attention.key_length" + suffix).value_or(embedding / heads)),
-                   .value_dim =
-                       static_cast<int>(meta.integer("attention.value_length" + suffix).value_or(embedding / heads))};
+    entry.shape = {
+        .n_query_heads = static_cast<int>(heads),
+        .n_kv_heads = static_cast<int>(kv_heads),
+        .key_dim =
+            static_cast<int>(meta.integer("attention.key_length" + suffix).value_or(embedding / heads)),
+        .value_dim =
+            static_cast<int>(meta.integer("attention.value_length" + suffix).value_or(embedding / heads))};
     out->layers.push_back(entry);
   }
   if (out->layers.empty()) {
-    return {Code::kUnsupported, "architecture " + out->architecture + " has no attention layers that kvant manages"};
+    return {Code::kUnsupported,
+            "architecture " + out->architecture + " has no attention layers that kvant manages"};
   }
   return {};
 }
@@ -165,7 +180,8 @@ Result<ModelShape> read_model_shape(const std::string& path) {
   const Metadata meta(file.get(), shape.architecture);
   if (meta.integer("attention.kv_lora_rank").value_or(0) > 0) {
     return Status(Code::kUnsupported,
-                  "model " + path + ": multi-head latent attention stays llama.cpp's own cache, there is nothing to plan");
+                  "model " + path +
+                      ": multi-head latent attention stays llama.cpp's own cache, there is nothing to plan");
   }
   shape.train_context = static_cast<int>(meta.integer("context_length").value_or(0));
   shape.sliding_window = static_cast<int>(meta.integer("attention.sliding_window").value_or(0));
@@ -190,7 +206,8 @@ Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
     const int tokens = std::min(options.context, slots);
     for (const ShapeLayer& layer : shape.layers) {
       if (layer.windowed != windowed) continue;
-      Result<LayerScheme> resolved = resolve_layer(scheme.value(), layer.shape, calibration_of(options, layer.index));
+      Result<LayerScheme> resolved =
+          resolve_layer(scheme.value(), layer.shape, calibration_of(options, layer.index));
       if (!resolved.ok()) return resolved.status();
       plan.f16_bytes += sizeof(uint16_t) * static_cast<size_t>(layer.shape.n_kv_heads) *
                         static_cast<size_t>(layer.shape.key_dim + layer.shape.value_dim) *

@@ -37,7 +37,8 @@ Status timed_run(Context* context, std::span<const llama_token> tokens, int deco
   for (int begin = 0; begin < n; begin += kStep) {
     if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
     const int count = std::min(kStep, n - begin);
-    KVANT_RETURN_IF_ERROR(context->decode(tokens.subspan(begin, count), begin, begin + count == n ? count - 1 : count));
+    KVANT_RETURN_IF_ERROR(
+        context->decode(tokens.subspan(begin, count), begin, begin + count == n ? count - 1 : count));
     progress->step(0.5 * count, what);
   }
   llama_synchronize(context->get());
@@ -75,14 +76,16 @@ Status one_setting(const Model& model, const Candidate& c, const EvaluateOptions
   const size_t after = resident_bytes();
   out->resident_bytes = after > before ? after - before : 0;
   out->flash_prefill = out->flash_decode = flash;
-  for (const ggml::CacheReport& cache : made.value()->reports()) out->peak_bytes += cache.peak_bytes + cache.engine_bytes;
+  for (const ggml::CacheReport& cache : made.value()->reports())
+    out->peak_bytes += cache.peak_bytes + cache.engine_bytes;
   return {};
 }
 
 }  // namespace
 
 double speed_units(const Candidate& candidate, const EvaluateOptions& options) {
-  return (0.5 * options.speed_tokens + 4.0 * options.decode_tokens) * (works_without_flash(candidate) ? 2 : 1);
+  return (0.5 * options.speed_tokens + 4.0 * options.decode_tokens) *
+         (works_without_flash(candidate) ? 2 : 1);
 }
 
 Status measure_speed(const Model& model, const Candidate& candidate, const EvaluateOptions& options,

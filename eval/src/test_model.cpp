@@ -15,7 +15,8 @@ namespace {
 using GgufPtr = std::unique_ptr<gguf_context, void (*)(gguf_context*)>;
 using GgmlPtr = std::unique_ptr<ggml_context, void (*)(ggml_context*)>;
 
-// Standard deviation of query and key channels: logits are q . k / sqrt(dim), so theirs is the square, about 3.
+// Standard deviation of query and key channels: logits are q . k / sqrt(dim), so theirs is the square,
+// about 3.
 constexpr float kQueryKeyGain = 1.8f;
 // Attention's output against a residual of about 1.
 constexpr float kOutputGain = 2.0f;
@@ -26,7 +27,8 @@ class Normal {
  public:
   explicit Normal(uint64_t seed) : state_(seed) {}
   float next() {
-    const double u = (static_cast<double>(bits() >> 11) + 0.5) * 0x1p-53, v = static_cast<double>(bits() >> 11) * 0x1p-53;
+    const double u = (static_cast<double>(bits() >> 11) + 0.5) * 0x1p-53,
+                 v = static_cast<double>(bits() >> 11) * 0x1p-53;
     return static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(2 * M_PI * v));
   }
   uint64_t bits() {
@@ -43,8 +45,12 @@ class Normal {
 class Writer {
  public:
   explicit Writer(const TestModelOptions& o)
-      : o_(o), file_(gguf_init_empty(), gguf_free), random_(o.seed),
-        tensors_(ggml_init({.mem_size = ggml_tensor_overhead() * 4096, .mem_buffer = nullptr, .no_alloc = true}), ggml_free) {
+      : o_(o),
+        file_(gguf_init_empty(), gguf_free),
+        random_(o.seed),
+        tensors_(
+            ggml_init({.mem_size = ggml_tensor_overhead() * 4096, .mem_buffer = nullptr, .no_alloc = true}),
+            ggml_free) {
     embedding_ = o.kind == TestModelKind::kKeyBias ? o.heads * o.head_dim : 256;
     if (o.kind == TestModelKind::kKeyBias) {
       architecture_ = "qwen2";
@@ -69,8 +75,12 @@ class Writer {
   void add_metadata();
   void add_tensors();
   void add_layer(int layer);
-  void u32(const char* key, uint32_t value) { gguf_set_val_u32(file_.get(), (architecture_ + "." + key).c_str(), value); }
-  void f32(const char* key, float value) { gguf_set_val_f32(file_.get(), (architecture_ + "." + key).c_str(), value); }
+  void u32(const char* key, uint32_t value) {
+    gguf_set_val_u32(file_.get(), (architecture_ + "." + key).c_str(), value);
+  }
+  void f32(const char* key, float value) {
+    gguf_set_val_f32(file_.get(), (architecture_ + "." + key).c_str(), value);
+  }
 
   void tensor(const std::string& name, int64_t in, int64_t out, const std::function<float(int64_t)>& value) {
     ggml_tensor* t = out > 0 ? ggml_new_tensor_2d(tensors_.get(), GGML_TYPE_F32, in, out)
@@ -134,7 +144,8 @@ Status Writer::add_tokenizer() {
     add_byte_tokenizer();
     return {};
   }
-  const GgufPtr from(gguf_init_from_file(o_.tokenizer_from.c_str(), {.no_alloc = true, .ctx = nullptr}), gguf_free);
+  const GgufPtr from(gguf_init_from_file(o_.tokenizer_from.c_str(), {.no_alloc = true, .ctx = nullptr}),
+                     gguf_free);
   if (from == nullptr) return {Code::kIo, "model " + o_.tokenizer_from + " is not a GGUF file"};
   gguf_set_kv(file_.get(), from.get());
   for (int64_t i = gguf_get_n_kv(file_.get()) - 1; i >= 0; --i) {
@@ -149,7 +160,8 @@ Status Writer::add_tokenizer() {
 
 void Writer::add_metadata() {
   gguf_set_val_str(file_.get(), "general.architecture", architecture_.c_str());
-  gguf_set_val_str(file_.get(), "general.name", o_.kind == TestModelKind::kKeyBias ? "random weights, key biases" : "random weights");
+  gguf_set_val_str(file_.get(), "general.name",
+                   o_.kind == TestModelKind::kKeyBias ? "random weights, key biases" : "random weights");
   gguf_set_val_u32(file_.get(), "general.file_type", 0);
   u32("block_count", o_.layers);
   u32("context_length", o_.context);
@@ -225,7 +237,8 @@ Status write_test_model(const TestModelOptions& o) {
                                         std::to_string(o.heads) + "; nearest is " + std::to_string(below)};
   }
   if (o.head_dim % 2 != 0) {
-    return {Code::kInvalidArgument, "--head-dim " + std::to_string(o.head_dim) + " is odd; nearest is " + std::to_string(o.head_dim + 1)};
+    return {Code::kInvalidArgument, "--head-dim " + std::to_string(o.head_dim) + " is odd; nearest is " +
+                                        std::to_string(o.head_dim + 1)};
   }
   if (o.kind == TestModelKind::kKeyBias && o.sliding_window > 0) {
     return {Code::kInvalidArgument, "--swa needs --kind shapes"};

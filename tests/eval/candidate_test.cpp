@@ -31,7 +31,8 @@ TEST(ParseCandidate, Peers) {
   EXPECT_EQ(mixed.value().type_v, GGML_TYPE_Q4_0);
   EXPECT_TRUE(parse_candidate("llama:f16").value().baseline());
   EXPECT_FALSE(parse_candidate("llama:f16").value().quantized());
-  for (std::string_view name : cache_type_names()) EXPECT_TRUE(parse_candidate("llama:" + std::string(name)).ok()) << name;
+  for (std::string_view name : cache_type_names())
+    EXPECT_TRUE(parse_candidate("llama:" + std::string(name)).ok()) << name;
 }
 
 TEST(ParseCandidate, ErrorsNameTheNearest) {
@@ -61,9 +62,9 @@ TEST(Legs, OneSideEach) {
     schemes.push_back(c.scheme);
     EXPECT_TRUE(c.peer || parse_candidate(c.scheme).ok()) << c.scheme;
   }
-  EXPECT_EQ(names, (Texts{"llama:q4_0", "llama:q4_0 (keys only)", "llama:q4_0 (values only)", "exact", "kv4,w=64",
-                          "kv4,w=64 (keys only)", "kv4,w=64 (values only)", "k=c4,v=t4", "k=c4,v=t4 (keys only)",
-                          "k=c4,v=t4 (values only)", "k=c4", "k=c4 (keys only)"}));
+  EXPECT_EQ(names, (Texts{"llama:q4_0", "llama:q4_0 (keys only)", "llama:q4_0 (values only)", "exact",
+                          "kv4,w=64", "kv4,w=64 (keys only)", "kv4,w=64 (values only)", "k=c4,v=t4",
+                          "k=c4,v=t4 (keys only)", "k=c4,v=t4 (values only)", "k=c4", "k=c4 (keys only)"}));
   EXPECT_EQ(schemes[5], "kv4,w=64,v=f16");
   EXPECT_EQ(schemes[6], "kv4,w=64,k=f16");
   EXPECT_EQ(parse_candidate(schemes[8]).value().parsed.value_format, "f16");

@@ -31,7 +31,12 @@ std::string bytes_of(const std::string& path) {
 }
 
 TEST_F(TestModel, ShapeIsReadBack) {
-  TestModelOptions o{.kind = TestModelKind::kShapes, .path = path("shapes.gguf"), .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 80};
+  TestModelOptions o{.kind = TestModelKind::kShapes,
+                     .path = path("shapes.gguf"),
+                     .layers = 3,
+                     .heads = 6,
+                     .kv_heads = 2,
+                     .head_dim = 80};
   ASSERT_TRUE(write_test_model(o).ok());
   const Result<ModelShape> shape = read_model_shape(o.path);
   ASSERT_TRUE(shape.ok()) << shape.status().message();
@@ -48,7 +53,12 @@ TEST_F(TestModel, ShapeIsReadBack) {
 }
 
 TEST_F(TestModel, SlidingWindows) {
-  TestModelOptions o{.kind = TestModelKind::kShapes, .path = path("windows.gguf"), .layers = 7, .heads = 2, .kv_heads = 1, .sliding_window = 512};
+  TestModelOptions o{.kind = TestModelKind::kShapes,
+                     .path = path("windows.gguf"),
+                     .layers = 7,
+                     .heads = 2,
+                     .kv_heads = 1,
+                     .sliding_window = 512};
   ASSERT_TRUE(write_test_model(o).ok());
   const Result<ModelShape> shape = read_model_shape(o.path);
   ASSERT_TRUE(shape.ok());
@@ -74,7 +84,8 @@ TEST_F(TestModel, TheSameSeedGivesTheSameFile) {
 }
 
 TEST_F(TestModel, RefusesWhatCannotBe) {
-  EXPECT_EQ(write_test_model({.path = path("d.gguf"), .heads = 4, .kv_heads = 3}).code(), Code::kInvalidArgument);
+  EXPECT_EQ(write_test_model({.path = path("d.gguf"), .heads = 4, .kv_heads = 3}).code(),
+            Code::kInvalidArgument);
   EXPECT_EQ(write_test_model({.path = path("e.gguf"), .head_dim = 33}).code(), Code::kInvalidArgument);
   EXPECT_EQ(write_test_model({.path = "/nowhere/f.gguf"}).code(), Code::kIo);
 }

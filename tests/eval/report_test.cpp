@@ -15,14 +15,29 @@ Row row(const std::string& kv, const std::string& test) {
   Row r;
   r.candidate = parse_candidate(kv).value();
   r.test = test;
-  r.quality = {.n = 10, .kl_mean = 0.01, .kl_lo = 0.005, .kl_hi = 0.02, .kl_median = 0.004, .kl_p99 = 0.1,
-               .kl_p999 = 0.2, .kl_max = 0.3, .top1 = 0.9, .delta_nll = 0.01, .ppl_ratio = 1.01, .base_nll = 2.0,
-               .share_above_one_nat = 0.0, .buckets = {}};
+  r.quality = {.n = 10,
+               .kl_mean = 0.01,
+               .kl_lo = 0.005,
+               .kl_hi = 0.02,
+               .kl_median = 0.004,
+               .kl_p99 = 0.1,
+               .kl_p999 = 0.2,
+               .kl_max = 0.3,
+               .top1 = 0.9,
+               .delta_nll = 0.01,
+               .ppl_ratio = 1.01,
+               .base_nll = 2.0,
+               .share_above_one_nat = 0.0,
+               .buckets = {}};
   r.bytes_per_token = 7000;
   r.bytes_per_token_asymptotic = 6480;
   r.quantized_read_share = r.candidate.quantized() ? 0.8 : 0.0;
-  r.speed = {.prefill_tok_s = 500, .decode_tok_s = 50, .flash_prefill = false, .flash_decode = true,
-             .peak_bytes = 1 << 20, .resident_bytes = 0};
+  r.speed = {.prefill_tok_s = 500,
+             .decode_tok_s = 50,
+             .flash_prefill = false,
+             .flash_decode = true,
+             .peak_bytes = 1 << 20,
+             .resident_bytes = 0};
   return r;
 }
 
@@ -49,7 +64,8 @@ TEST(EvalJson, HasExactlyTheDocumentedFields) {
       EXPECT_TRUE(r.contains(field)) << field;
     }
     EXPECT_EQ(r["kl"].size(), 7U);
-    for (const char* field : {"mean", "lo", "hi", "median", "p99", "p999", "max"}) EXPECT_TRUE(r["kl"].contains(field)) << field;
+    for (const char* field : {"mean", "lo", "hi", "median", "p99", "p999", "max"})
+      EXPECT_TRUE(r["kl"].contains(field)) << field;
   }
   EXPECT_EQ(j["rows"][3]["test"], "copy");
   EXPECT_FALSE(j["rows"][1].contains("note"));

@@ -14,19 +14,21 @@ Result<std::string> Chat::formatted(bool open_reply) const {
   for (const auto& [role, content] : messages_) messages.push_back({role.c_str(), content.c_str()});
   std::string text(4096, ' ');
   for (int attempt = 0; attempt < 2; ++attempt) {
-    const int n = llama_chat_apply_template(template_, messages.data(), messages.size(), open_reply, text.data(),
-                                            static_cast<int>(text.size()));
+    const int n = llama_chat_apply_template(template_, messages.data(), messages.size(), open_reply,
+                                            text.data(), static_cast<int>(text.size()));
     if (n < 0) break;
     const bool fits = static_cast<size_t>(n) <= text.size();
     text.resize(n);
     if (fits) return text;
   }
-  return Status(Code::kUnsupported, "the model's chat template is not one that llama.cpp knows; use -p without --chat");
+  return Status(Code::kUnsupported,
+                "the model's chat template is not one that llama.cpp knows; use -p without --chat");
 }
 
 Result<std::string> Chat::user(const std::string& text) {
   if (template_ == nullptr) {
-    return Status(Code::kUnsupported, "the model has no chat template; give a text to complete with -p or -f");
+    return Status(Code::kUnsupported,
+                  "the model has no chat template; give a text to complete with -p or -f");
   }
   messages_.emplace_back("user", text);
   Result<std::string> all = formatted(/*open_reply=*/true);

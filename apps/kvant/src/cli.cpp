@@ -60,14 +60,16 @@ CLI::Validator whole_number(long long lowest, long long highest) {
       [=](std::string& text) -> std::string {
         long long value = 0;
         const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-        const bool digits = end == text.data() + text.size() && !text.empty() && error != std::errc::invalid_argument;
+        const bool digits =
+            end == text.data() + text.size() && !text.empty() && error != std::errc::invalid_argument;
         if (!digits) {
           return fmt::format("'{}' is not a whole number; it takes {} to {}", text, lowest, highest);
         }
         const bool below = error == std::errc::result_out_of_range ? text[0] == '-' : value < lowest;
         const bool above = error == std::errc::result_out_of_range ? text[0] != '-' : value > highest;
         if (!below && !above) return "";
-        return fmt::format("{} is not in {} to {}; nearest is {}", text, lowest, highest, below ? lowest : highest);
+        return fmt::format("{} is not in {} to {}; nearest is {}", text, lowest, highest,
+                           below ? lowest : highest);
       },
       "");
 }
@@ -78,11 +80,12 @@ CLI::Validator decimal(double lowest, double highest) {
         char* end = nullptr;
         const double value = std::strtod(text.c_str(), &end);
         if (text.empty() || *end != 0 || value != value) {
-          return fmt::format("'{}' is not a number; it takes {} to {}", text, shown_number(lowest), shown_number(highest));
+          return fmt::format("'{}' is not a number; it takes {} to {}", text, shown_number(lowest),
+                             shown_number(highest));
         }
         if (value >= lowest && value <= highest) return "";
-        return fmt::format("{} is not in {} to {}; nearest is {}", text, shown_number(lowest), shown_number(highest),
-                           shown_number(value < lowest ? lowest : highest));
+        return fmt::format("{} is not in {} to {}; nearest is {}", text, shown_number(lowest),
+                           shown_number(highest), shown_number(value < lowest ? lowest : highest));
       },
       "");
 }
@@ -105,7 +108,7 @@ CLI::Validator one_of(std::vector<std::string> values) {
 CLI::Validator readable_file() {
   return CLI::Validator(
       [](std::string& path) -> std::string {
-        struct stat info{};
+        struct stat info {};
         if (stat(path.c_str(), &info) != 0) return fmt::format("there is no file {}", path);
         if (S_ISDIR(info.st_mode)) return fmt::format("{} is a folder, not a file", path);
         if (access(path.c_str(), R_OK) != 0) return fmt::format("{} cannot be read", path);
@@ -117,18 +120,28 @@ CLI::Validator readable_file() {
 void add_cache_flags(CLI::App* app, CacheFlags* flags) {
   const char* group = "Cache";
   app->add_option("--window", flags->window, "exact recent tokens, instead of the scheme's")
-      ->check(whole_number(0, 4096))->type_name("N")->group(group);
+      ->check(whole_number(0, 4096))
+      ->type_name("N")
+      ->group(group);
   app->add_option("--sinks", flags->sinks, "exact first tokens, instead of the scheme's")
-      ->check(whole_number(0, 256))->type_name("N")->group(group);
-  app->add_option("--attention", flags->attention, "fused: on packed codes; dequant: decode tiles first (default fused)")
-      ->check(one_of({"fused", "dequant"}))->group(group);
+      ->check(whole_number(0, 256))
+      ->type_name("N")
+      ->group(group);
+  app->add_option("--attention", flags->attention,
+                  "fused: on packed codes; dequant: decode tiles first (default fused)")
+      ->check(one_of({"fused", "dequant"}))
+      ->group(group);
   std::vector<std::string> isas;
   for (std::string_view isa : available_isas()) isas.emplace_back(isa);
   app->add_option("--isa", flags->isa, "force an instruction set (default: the best of this CPU)")
-      ->check(one_of(isas))->group(group);
-  app->add_flag("--strict", flags->strict, "what runs must be what was asked for, in every layer")->group(group);
+      ->check(one_of(isas))
+      ->group(group);
+  app->add_flag("--strict", flags->strict, "what runs must be what was asked for, in every layer")
+      ->group(group);
   app->add_option("--limit", flags->limit_mib, "most MiB for each cache")
-      ->check(whole_number(1, 999999999))->type_name("MIB")->group(group);
+      ->check(whole_number(1, 999999999))
+      ->type_name("MIB")
+      ->group(group);
 }
 
 Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<std::string>* overridden) {
@@ -167,14 +180,15 @@ Result<std::string> read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
   if (!(text << file.rdbuf())) {
-    if (file.is_open() && file.peek() == std::ifstream::traits_type::eof() && !file.bad()) return std::string();
+    if (file.is_open() && file.peek() == std::ifstream::traits_type::eof() && !file.bad())
+      return std::string();
     return Status(Code::kIo, path + " cannot be read");
   }
   return text.str();
 }
 
 void catch_interrupt() {
-  struct sigaction action{};
+  struct sigaction action {};
   action.sa_handler = on_interrupt;  // no SA_RESTART: waiting for input ends, too
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
@@ -215,6 +229,8 @@ std::string with_commas(size_t number) {
   return digits;
 }
 
-std::string mib(size_t bytes) { return fmt::format("{:.2f}", static_cast<double>(bytes) / (1024.0 * 1024.0)); }
+std::string mib(size_t bytes) {
+  return fmt::format("{:.2f}", static_cast<double>(bytes) / (1024.0 * 1024.0));
+}
 
 }  // namespace kvant::cli

@@ -36,14 +36,15 @@ CLI::Validator decimal(double lowest, double highest);
 CLI::Validator one_of(std::vector<std::string> values);
 CLI::Validator readable_file();
 
-// Options of the cache that run and eval share. Flags win over KVANT_* variables, which win over the defaults.
+// Options of the cache that run and eval share. Flags win over KVANT_* variables, which win over the
+// defaults.
 struct CacheFlags {
-  int window = -1;         // -1: the scheme's
+  int window = -1;  // -1: the scheme's
   int sinks = -1;
-  std::string attention;   // empty: the environment's
+  std::string attention;  // empty: the environment's
   std::string isa;
   bool strict = false;
-  long long limit_mib = 0; // 0: the environment's
+  long long limit_mib = 0;  // 0: the environment's
 };
 void add_cache_flags(CLI::App* app, CacheFlags* flags);
 

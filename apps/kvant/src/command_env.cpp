@@ -25,8 +25,9 @@ constexpr char kFooter[] =
     "  env $(kvant env --kv kv8 | sed 's/^export //') llama-bench -m model.gguf\n";
 
 std::string quoted(const std::string& text) {
-  const bool plain = text.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./=,:+-") ==
-                     std::string::npos;
+  const bool plain =
+      text.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./=,:+-") ==
+      std::string::npos;
   if (plain) return text;
   std::string out = "'";
   for (char c : text) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
@@ -43,7 +44,8 @@ int do_env(const EnvFlags& f) {
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
   const std::filesystem::path module = self.parent_path() / "libggml-kvant.so";
   if (error || !std::filesystem::exists(module)) {
-    return fail({Code::kIo, "libggml-kvant.so is not beside this program (" + module.string() + "); build it: ./run build"});
+    return fail({Code::kIo, "libggml-kvant.so is not beside this program (" + module.string() +
+                                "); build it: ./run build"});
   }
   std::vector<std::pair<std::string, std::string>> variables = {{"GGML_BACKEND_PATH", module.string()},
                                                                 {"LLAMA_ARG_DEVICE", "KVANT"},
@@ -52,7 +54,8 @@ int do_env(const EnvFlags& f) {
   if (options.attention == AttentionPath::kDequantize) variables.emplace_back("KVANT_ATTENTION", "dequant");
   if (!options.isa.empty()) variables.emplace_back("KVANT_ISA", options.isa);
   if (options.strict) variables.emplace_back("KVANT_STRICT", "1");
-  if (options.limit_bytes != SIZE_MAX) variables.emplace_back("KVANT_LIMIT_MIB", std::to_string(options.limit_bytes >> 20));
+  if (options.limit_bytes != SIZE_MAX)
+    variables.emplace_back("KVANT_LIMIT_MIB", std::to_string(options.limit_bytes >> 20));
   nlohmann::json json = nlohmann::json::object();
   for (const auto& [name, value] : variables) {
     json[name] = value;

@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "cli.h"
-#include "kvant/eval_report.h"
 #include "kvant/calibration_file.h"
 #include "kvant/candidate.h"
+#include "kvant/eval_report.h"
 #include "kvant/model_shape.h"
 
 namespace kvant::cli {
@@ -28,17 +28,22 @@ constexpr char kFooter[] =
     "\nExamples:\n"
     "  kvant plan -m model.gguf -c 32768 --sequences 4\n"
     "  kvant plan --layers 32 --kv-heads 8 --head-dim 128 -c 131072 --kv kv8,kv4\n"
-    "\nBytes are those of a cache whose every sequence holds --ctx-size tokens: the same formula as the allocator's\n"
+    "\nBytes are those of a cache whose every sequence holds --ctx-size tokens: the same formula as the "
+    "allocator's\n"
     "counter. Weights and llama.cpp's compute buffers are not counted.\n";
 
 Result<eval::ModelShape> shape_of(const PlanFlags& f) {
   const bool by_hand = f.layers > 0 || f.kv_heads > 0 || f.head_dim > 0;
   if (!f.model.empty()) {
-    if (by_hand) return Status(Code::kInvalidArgument, "--model already says --layers, --kv-heads and --head-dim; give one or the other");
+    if (by_hand)
+      return Status(Code::kInvalidArgument,
+                    "--model already says --layers, --kv-heads and --head-dim; give one or the other");
     return eval::read_model_shape(f.model);
   }
-  for (const auto& [name, value] : {std::pair{"--layers", f.layers}, {"--kv-heads", f.kv_heads}, {"--head-dim", f.head_dim}}) {
-    if (value <= 0) return Status(Code::kInvalidArgument, std::string(name) + " is needed, or a model file with --model");
+  for (const auto& [name, value] :
+       {std::pair{"--layers", f.layers}, {"--kv-heads", f.kv_heads}, {"--head-dim", f.head_dim}}) {
+    if (value <= 0)
+      return Status(Code::kInvalidArgument, std::string(name) + " is needed, or a model file with --model");
   }
   eval::ModelShape shape;
   shape.name = fmt::format("{} layers, {} KV heads x {}", f.layers, f.kv_heads, f.head_dim);
@@ -91,8 +96,8 @@ std::vector<std::string> plan_row(const std::string& scheme, const eval::Plan& p
 int do_plan(const PlanFlags& f) {
   Result<eval::ModelShape> shape = shape_of(f);
   if (!shape.ok()) return fail(shape.status());
-  std::vector<std::vector<std::string>> rows = {
-      {"scheme", "bits K / V", "packed", "exact rows", "tables", "workspace", "total bytes", "times smaller than f16"}};
+  std::vector<std::vector<std::string>> rows = {{"scheme", "bits K / V", "packed", "exact rows", "tables",
+                                                 "workspace", "total bytes", "times smaller than f16"}};
   nlohmann::json plans = nlohmann::json::array();
   std::optional<ggml::Calibration> calibration;
   if (!f.model.empty()) {
@@ -111,7 +116,8 @@ int do_plan(const PlanFlags& f) {
     rows.push_back(plan_row(scheme.value(), plan.value()));
     plans.push_back(plan_json(scheme.value(), plan.value()));
   }
-  if (plans.empty()) return fail({Code::kInvalidArgument, "--kv: no scheme is listed; for example exact,kv8,kv4"});
+  if (plans.empty())
+    return fail({Code::kInvalidArgument, "--kv: no scheme is listed; for example exact,kv8,kv4"});
   if (f.json) {
     const nlohmann::json j = {{"version", 1},
                               {"model", f.model.empty() ? nlohmann::json(nullptr) : nlohmann::json(f.model)},
@@ -129,8 +135,10 @@ int do_plan(const PlanFlags& f) {
               with_commas(f16).c_str());
   std::fputs(eval::format_table(rows, f.markdown).c_str(), stdout);
   if (shape.value().sliding_window > 0) {
-    std::printf("\nLayers with a sliding window of %d tokens: what their cache holds after that many tokens, at most.\n",
-                shape.value().sliding_window);
+    std::printf(
+        "\nLayers with a sliding window of %d tokens: what their cache holds after that many tokens, at "
+        "most.\n",
+        shape.value().sliding_window);
   }
   return kOk;
 }
@@ -142,19 +150,46 @@ Command add_plan(CLI::App& root) {
   f->options.threads = default_threads();
   CLI::App* app = root.add_subcommand("plan", "bytes of a cache by part, without loading a model");
   app->footer(kFooter);
-  app->add_option("-m,--model", f->model, "model file (GGUF); only its header is read")->check(readable_file())->type_name("FILE");
+  app->add_option("-m,--model", f->model, "model file (GGUF); only its header is read")
+      ->check(readable_file())
+      ->type_name("FILE");
   const char* shape = "Shape, instead of a model";
-  app->add_option("--layers", f->layers, "layers with attention")->check(whole_number(1, 4096))->type_name("N")->group(shape);
-  app->add_option("--kv-heads", f->kv_heads, "KV heads per layer")->check(whole_number(1, 1024))->type_name("N")->group(shape);
-  app->add_option("--query-heads", f->query_heads, "query heads per layer (default: --kv-heads)")->check(whole_number(1, 8192))->type_name("N")->group(shape);
-  app->add_option("--head-dim", f->head_dim, "channels of a key head (32 to 256, a multiple of 8)")->check(whole_number(32, 256))->type_name("N")->group(shape);
-  app->add_option("--value-dim", f->value_dim, "channels of a value head (default: --head-dim)")->check(whole_number(32, 256))->type_name("N")->group(shape);
-  app->add_option("-c,--ctx-size", f->options.context, "tokens per sequence (default 4096)")->check(whole_number(1, 1 << 28))->type_name("N");
-  app->add_option("--sequences", f->options.sequences, "sequences, each in its own stream (default 1)")->check(whole_number(1, 4096))->type_name("N");
-  app->add_option("-t,--threads", f->options.threads, "threads, for the workspace (default: all cores)")->check(whole_number(1, 512))->type_name("N");
+  app->add_option("--layers", f->layers, "layers with attention")
+      ->check(whole_number(1, 4096))
+      ->type_name("N")
+      ->group(shape);
+  app->add_option("--kv-heads", f->kv_heads, "KV heads per layer")
+      ->check(whole_number(1, 1024))
+      ->type_name("N")
+      ->group(shape);
+  app->add_option("--query-heads", f->query_heads, "query heads per layer (default: --kv-heads)")
+      ->check(whole_number(1, 8192))
+      ->type_name("N")
+      ->group(shape);
+  app->add_option("--head-dim", f->head_dim, "channels of a key head (32 to 256, a multiple of 8)")
+      ->check(whole_number(32, 256))
+      ->type_name("N")
+      ->group(shape);
+  app->add_option("--value-dim", f->value_dim, "channels of a value head (default: --head-dim)")
+      ->check(whole_number(32, 256))
+      ->type_name("N")
+      ->group(shape);
+  app->add_option("-c,--ctx-size", f->options.context, "tokens per sequence (default 4096)")
+      ->check(whole_number(1, 1 << 28))
+      ->type_name("N");
+  app->add_option("--sequences", f->options.sequences, "sequences, each in its own stream (default 1)")
+      ->check(whole_number(1, 4096))
+      ->type_name("N");
+  app->add_option("-t,--threads", f->options.threads, "threads, for the workspace (default: all cores)")
+      ->check(whole_number(1, 512))
+      ->type_name("N");
   app->add_option("--kv", f->kv, "schemes (default exact,kv8,kv4)")->type_name("LIST");
-  app->add_option("--window", f->cache.window, "exact recent tokens, instead of the scheme's")->check(whole_number(0, 4096))->type_name("N");
-  app->add_option("--sinks", f->cache.sinks, "exact first tokens, instead of the scheme's")->check(whole_number(0, 256))->type_name("N");
+  app->add_option("--window", f->cache.window, "exact recent tokens, instead of the scheme's")
+      ->check(whole_number(0, 4096))
+      ->type_name("N");
+  app->add_option("--sinks", f->cache.sinks, "exact first tokens, instead of the scheme's")
+      ->check(whole_number(0, 256))
+      ->type_name("N");
   app->add_flag("--json", f->json, "print JSON");
   app->add_flag("--markdown", f->markdown, "print a table for GitHub");
   return {app, [f] { return do_plan(*f); }};

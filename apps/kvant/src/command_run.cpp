@@ -31,7 +31,8 @@ constexpr char kFooter[] =
     "  kvant run -m model.gguf --kv kv4,w=256 -p \"Once upon a time\" -n 200\n"
     "  kvant run -m model.gguf --chat -p \"What is a cache?\" --temp 0\n"
     "  kvant run -m model.gguf -f prompt.txt --kv llama:q8_0    llama.cpp's own cache, for comparison\n"
-    "\nWithout -p and -f it chats: every line of the input is one turn. Text goes to stdout, the summary to stderr.\n";
+    "\nWithout -p and -f it chats: every line of the input is one turn. Text goes to stdout, the summary to "
+    "stderr.\n";
 
 struct Settings {
   ggml::Options kvant;
@@ -61,8 +62,9 @@ Status read_settings(const RunFlags& f, Settings* s) {
 void print_summary(const RunFlags& f, const Settings& s, const Session& session) {
   const Timing& t = session.timing();
   auto rate = [](int tokens, double seconds) { return seconds > 0 ? tokens / seconds : 0.0; };
-  std::fprintf(stderr, "\nprompt   %7d tokens  %8.1f tok/s\ndecode   %7d tokens  %8.1f tok/s\n", t.prompt_tokens,
-               rate(t.prompt_tokens, t.prompt_seconds), t.decoded_tokens, rate(t.decoded_tokens, t.decode_seconds));
+  std::fprintf(stderr, "\nprompt   %7d tokens  %8.1f tok/s\ndecode   %7d tokens  %8.1f tok/s\n",
+               t.prompt_tokens, rate(t.prompt_tokens, t.prompt_seconds), t.decoded_tokens,
+               rate(t.decoded_tokens, t.decode_seconds));
   const CacheUse use = session.cache_use();
   std::fprintf(stderr, "cache    %7d tokens  %s\n", use.tokens, s.candidate.name.c_str());
   if (!s.candidate.peer) {
@@ -70,12 +72,16 @@ void print_summary(const RunFlags& f, const Settings& s, const Session& session)
                                                     {"packed tiles", use.memory.tile_bytes},
                                                     {"tables", use.memory.table_bytes},
                                                     {"workspace", use.memory.workspace_bytes}};
-    for (const auto& [name, bytes] : parts) std::fprintf(stderr, "  %-14s %15s bytes\n", name, with_commas(bytes).c_str());
-    if (use.engine_bytes > 0) std::fprintf(stderr, "  %-14s %15s bytes\n", "llama.cpp f16", with_commas(use.engine_bytes).c_str());
-    std::fprintf(stderr, "  %-14s %15s bytes, peak %s\n", "total", with_commas(use.total()).c_str(), with_commas(use.peak_bytes).c_str());
-    std::fprintf(stderr, "  %-14s %15s bytes: %.2f times smaller%s\n", "f16 rows", with_commas(use.f16_bytes).c_str(),
-                 use.total() > 0 ? static_cast<double>(use.f16_bytes) / static_cast<double>(use.total()) : 0.0,
-                 use.quantized_share > 0 ? "" : "; nothing was read quantized yet");
+    for (const auto& [name, bytes] : parts)
+      std::fprintf(stderr, "  %-14s %15s bytes\n", name, with_commas(bytes).c_str());
+    if (use.engine_bytes > 0)
+      std::fprintf(stderr, "  %-14s %15s bytes\n", "llama.cpp f16", with_commas(use.engine_bytes).c_str());
+    std::fprintf(stderr, "  %-14s %15s bytes, peak %s\n", "total", with_commas(use.total()).c_str(),
+                 with_commas(use.peak_bytes).c_str());
+    std::fprintf(
+        stderr, "  %-14s %15s bytes: %.2f times smaller%s\n", "f16 rows", with_commas(use.f16_bytes).c_str(),
+        use.total() > 0 ? static_cast<double>(use.f16_bytes) / static_cast<double>(use.total()) : 0.0,
+        use.quantized_share > 0 ? "" : "; nothing was read quantized yet");
   }
   std::fprintf(stderr, "process  %s MiB resident at most\n", mib(peak_resident_bytes()).c_str());
   if (!f.verbose) return;
@@ -83,11 +89,13 @@ void print_summary(const RunFlags& f, const Settings& s, const Session& session)
   for (const nlohmann::json& e : eval::effective_json(session.context().reports())) {
     std::fprintf(stderr, "layers %s: requested %s, effective %s%s%s\n", e["layers"].dump().c_str(),
                  e["requested"].get<std::string>().c_str(), e["effective"].get<std::string>().c_str(),
-                 e["reason"].get<std::string>().empty() ? "" : ", because ", e["reason"].get<std::string>().c_str());
+                 e["reason"].get<std::string>().empty() ? "" : ", because ",
+                 e["reason"].get<std::string>().c_str());
   }
 }
 
-nlohmann::json summary_json(const RunFlags& f, const Settings& s, const Session& session, const std::string& text) {
+nlohmann::json summary_json(const RunFlags& f, const Settings& s, const Session& session,
+                            const std::string& text) {
   const Timing& t = session.timing();
   const CacheUse use = session.cache_use();
   return {{"version", 1},
@@ -172,7 +180,9 @@ int do_run(const RunFlags& f) {
   if (!model.ok()) return fail(model.status());
   const int most = model.value()->train_context();
   if (most > 0 && f.context > most) {
-    return fail({Code::kInvalidArgument, fmt::format("--ctx-size {}: the model was trained for {}; nearest is {}", f.context, most, most)});
+    return fail(
+        {Code::kInvalidArgument,
+         fmt::format("--ctx-size {}: the model was trained for {}; nearest is {}", f.context, most, most)});
   }
   Result<std::unique_ptr<eval::Context>> context =
       eval::Context::create(*model.value(),
@@ -190,7 +200,9 @@ int do_run(const RunFlags& f) {
   std::string text;
   const Status status = generate(f, &session, &chat, &text);
   if (f.json) {
-    std::printf("%s\n", summary_json(f, settings, session, text).dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+    std::printf("%s\n", summary_json(f, settings, session, text)
+                            .dump(2, ' ', false, nlohmann::json::error_handler_t::replace)
+                            .c_str());
   }
   std::fflush(stdout);
   if (!f.json) print_summary(f, settings, session);
@@ -204,20 +216,42 @@ Command add_run(CLI::App& root) {
   auto f = std::make_shared<RunFlags>();
   CLI::App* app = root.add_subcommand("run", "complete a prompt, or chat");
   app->footer(kFooter);
-  app->add_option("-m,--model", f->model, "model file (GGUF)")->required()->check(readable_file())->type_name("FILE");
-  app->add_option("-p,--prompt", f->prompt, "text to complete (with --chat: what the user says)")->type_name("TEXT");
-  app->add_option("-f,--file", f->file, "the same from a file; follows --prompt")->check(readable_file())->type_name("FILE");
+  app->add_option("-m,--model", f->model, "model file (GGUF)")
+      ->required()
+      ->check(readable_file())
+      ->type_name("FILE");
+  app->add_option("-p,--prompt", f->prompt, "text to complete (with --chat: what the user says)")
+      ->type_name("TEXT");
+  app->add_option("-f,--file", f->file, "the same from a file; follows --prompt")
+      ->check(readable_file())
+      ->type_name("FILE");
   app->add_flag("--chat", f->chat, "put the prompt into the model's chat template");
   app->add_option("--system", f->system, "system message of the chat")->type_name("TEXT");
-  app->add_option("-n,--n-predict", f->generate.n_predict, "most tokens per reply (default 512)")->check(whole_number(0, 1 << 28))->type_name("N");
-  app->add_option("-c,--ctx-size", f->context, "tokens of context (default 4096)")->check(whole_number(16, 1 << 28))->type_name("N");
-  app->add_option("-t,--threads", f->threads, "threads (default: all cores)")->check(whole_number(1, 512))->type_name("N");
-  app->add_option("-s,--seed", f->generate.seed, "of sampling (default 1)")->check(whole_number(0, 4294967295LL))->type_name("N");
-  app->add_option("--temp", f->generate.temperature, "temperature; 0 takes the most likely token (default 0.8)")->check(decimal(0, 100))->type_name("T");
-  app->add_option("--top-k", f->generate.top_k, "sample from the K most likely; 0: all (default 40)")->check(whole_number(0, 1 << 24))->type_name("K");
-  app->add_option("--top-p", f->generate.top_p, "sample from this share of probability (default 0.95)")->check(decimal(0, 1))->type_name("P");
+  app->add_option("-n,--n-predict", f->generate.n_predict, "most tokens per reply (default 512)")
+      ->check(whole_number(0, 1 << 28))
+      ->type_name("N");
+  app->add_option("-c,--ctx-size", f->context, "tokens of context (default 4096)")
+      ->check(whole_number(16, 1 << 28))
+      ->type_name("N");
+  app->add_option("-t,--threads", f->threads, "threads (default: all cores)")
+      ->check(whole_number(1, 512))
+      ->type_name("N");
+  app->add_option("-s,--seed", f->generate.seed, "of sampling (default 1)")
+      ->check(whole_number(0, 4294967295LL))
+      ->type_name("N");
+  app->add_option("--temp", f->generate.temperature,
+                  "temperature; 0 takes the most likely token (default 0.8)")
+      ->check(decimal(0, 100))
+      ->type_name("T");
+  app->add_option("--top-k", f->generate.top_k, "sample from the K most likely; 0: all (default 40)")
+      ->check(whole_number(0, 1 << 24))
+      ->type_name("K");
+  app->add_option("--top-p", f->generate.top_p, "sample from this share of probability (default 0.95)")
+      ->check(decimal(0, 1))
+      ->type_name("P");
   app->add_flag("--ignore-eos", f->generate.ignore_eos, "do not stop where the model ends its text");
-  app->add_option("--kv", f->kv, "cache: a scheme or llama:TYPE (default kv4, or KVANT_KV)")->type_name("SCHEME");
+  app->add_option("--kv", f->kv, "cache: a scheme or llama:TYPE (default kv4, or KVANT_KV)")
+      ->type_name("SCHEME");
   add_cache_flags(app, &f->cache);
   app->add_flag("--json", f->json, "print text and summary as JSON, at the end");
   app->add_flag("-v,--verbose", f->verbose, "llama.cpp's messages, and what runs per layer");

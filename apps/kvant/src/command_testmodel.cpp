@@ -18,8 +18,10 @@ constexpr char kFooter[] =
     "  kvant testmodel --kind key-bias -o key-bias.gguf\n"
     "  kvant testmodel --kind shapes --layers 2 --heads 8 --kv-heads 2 --head-dim 128 -o shapes.gguf\n"
     "  kvant testmodel --kind shapes --head-dim 256 --kv-heads 1 --swa 512 -o windows.gguf\n"
-    "\nkey-bias: a model of the Qwen2 family whose key projections add +-60 to a few slowly rotating pairs of channels;\n"
-    "4-bit caches that scale over tokens or groups lose everything else in them. shapes: any head sizes; --swa gives\n"
+    "\nkey-bias: a model of the Qwen2 family whose key projections add +-60 to a few slowly rotating pairs "
+    "of channels;\n"
+    "4-bit caches that scale over tokens or groups lose everything else in them. shapes: any head sizes; "
+    "--swa gives\n"
     "layers with a sliding window. Text makes no sense to either, but attention matters in both.\n";
 
 int do_testmodel(TestModelFlags* f) {
@@ -38,14 +40,26 @@ Command add_testmodel(CLI::App& root) {
   app->footer(kFooter);
   app->add_option("--kind", f->kind, "what kind (default key-bias)")->check(one_of({"key-bias", "shapes"}));
   app->add_option("-o,--output", o.path, "model file to write")->required()->type_name("FILE");
-  app->add_option("-m,--model", o.tokenizer_from, "take the tokenizer of this model (default: bytes)")->check(readable_file())->type_name("FILE");
+  app->add_option("-m,--model", o.tokenizer_from, "take the tokenizer of this model (default: bytes)")
+      ->check(readable_file())
+      ->type_name("FILE");
   app->add_option("--layers", o.layers, "layers (default 2)")->check(whole_number(1, 256))->type_name("N");
   app->add_option("--heads", o.heads, "query heads (default 4)")->check(whole_number(1, 256))->type_name("N");
-  app->add_option("--kv-heads", o.kv_heads, "KV heads (default 2)")->check(whole_number(1, 256))->type_name("N");
-  app->add_option("--head-dim", o.head_dim, "channels of a head (default 64)")->check(whole_number(32, 512))->type_name("N");
-  app->add_option("--swa", o.sliding_window, "sliding window of all but every sixth layer (default: none)")->check(whole_number(0, 1 << 20))->type_name("N");
-  app->add_option("--ctx-train", o.context, "context that the model claims (default 32768)")->check(whole_number(256, 1 << 24))->type_name("N");
-  app->add_option("-s,--seed", o.seed, "of the weights (default 1)")->check(whole_number(0, 4294967295LL))->type_name("N");
+  app->add_option("--kv-heads", o.kv_heads, "KV heads (default 2)")
+      ->check(whole_number(1, 256))
+      ->type_name("N");
+  app->add_option("--head-dim", o.head_dim, "channels of a head (default 64)")
+      ->check(whole_number(32, 512))
+      ->type_name("N");
+  app->add_option("--swa", o.sliding_window, "sliding window of all but every sixth layer (default: none)")
+      ->check(whole_number(0, 1 << 20))
+      ->type_name("N");
+  app->add_option("--ctx-train", o.context, "context that the model claims (default 32768)")
+      ->check(whole_number(256, 1 << 24))
+      ->type_name("N");
+  app->add_option("-s,--seed", o.seed, "of the weights (default 1)")
+      ->check(whole_number(0, 4294967295LL))
+      ->type_name("N");
   return {app, [f] { return do_testmodel(f.get()); }};
 }
 

@@ -43,17 +43,27 @@ inline constexpr ExitMeaning kExitTable[] = {
 
 constexpr ExitCode exit_code(Code code) {
   switch (code) {
-    case Code::kOk: return kOk;
+    case Code::kOk:
+      return kOk;
     case Code::kInvalidArgument:
-    case Code::kOutOfRange: return kUsage;
-    case Code::kUnsupported: return kUnsupportedExit;
-    case Code::kPoolExhausted: return kMemory;
-    case Code::kBadValue: return kBadValues;
-    case Code::kCorrupt: return kCorruptExit;
-    case Code::kMismatch: return kMismatchExit;
-    case Code::kIo: return kBadFile;
-    case Code::kCancelled: return kInterrupted;
-    case Code::kInternal: return kFailed;
+    case Code::kOutOfRange:
+      return kUsage;
+    case Code::kUnsupported:
+      return kUnsupportedExit;
+    case Code::kPoolExhausted:
+      return kMemory;
+    case Code::kBadValue:
+      return kBadValues;
+    case Code::kCorrupt:
+      return kCorruptExit;
+    case Code::kMismatch:
+      return kMismatchExit;
+    case Code::kIo:
+      return kBadFile;
+    case Code::kCancelled:
+      return kInterrupted;
+    case Code::kInternal:
+      return kFailed;
   }
   return kFailed;
 }

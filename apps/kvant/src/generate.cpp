@@ -8,7 +8,8 @@
 
 namespace kvant::cli {
 
-Session::Session(const eval::Model& model, std::unique_ptr<eval::Context> context, const GenerateOptions& options)
+Session::Session(const eval::Model& model, std::unique_ptr<eval::Context> context,
+                 const GenerateOptions& options)
     : model_(model), context_(std::move(context)), options_(options) {
   sampler_ = llama_sampler_chain_init(llama_sampler_chain_default_params());
   if (options.temperature <= 0) {
@@ -26,8 +27,8 @@ Session::~Session() { llama_sampler_free(sampler_); }
 Status Session::prefill(const std::vector<llama_token>& tokens) {
   const int n = static_cast<int>(tokens.size()), step = context_->options().n_batch;
   if (position_ + n >= context_->options().n_ctx) {
-    return {Code::kPoolExhausted, "the prompt does not fit: " + std::to_string(position_ + n) + " tokens, --ctx-size " +
-                                      std::to_string(context_->options().n_ctx)};
+    return {Code::kPoolExhausted, "the prompt does not fit: " + std::to_string(position_ + n) +
+                                      " tokens, --ctx-size " + std::to_string(context_->options().n_ctx)};
   }
   const double start = now_seconds();
   for (int begin = 0; begin < n; begin += step) {
@@ -42,8 +43,10 @@ Status Session::prefill(const std::vector<llama_token>& tokens) {
   return {};
 }
 
-Status Session::turn(const std::string& text, bool special, const std::function<void(const std::string&)>& emit) {
-  std::vector<llama_token> tokens = model_.tokenize(text, /*add_special=*/position_ == 0, /*parse_special=*/special);
+Status Session::turn(const std::string& text, bool special,
+                     const std::function<void(const std::string&)>& emit) {
+  std::vector<llama_token> tokens =
+      model_.tokenize(text, /*add_special=*/position_ == 0, /*parse_special=*/special);
   if (pending_ != LLAMA_TOKEN_NULL) tokens.insert(tokens.begin(), pending_);
   pending_ = LLAMA_TOKEN_NULL;
   if (tokens.empty()) return {Code::kInvalidArgument, "the prompt has no tokens"};
@@ -60,7 +63,8 @@ Status Session::turn(const std::string& text, bool special, const std::function<
     }
     if (!end) emit(model_.piece(token));
     if (position_ + 1 >= context_->options().n_ctx) {
-      std::fprintf(stderr, "\nkvant: the context of %d tokens is full; -c sets a larger one\n", context_->options().n_ctx);
+      std::fprintf(stderr, "\nkvant: the context of %d tokens is full; -c sets a larger one\n",
+                   context_->options().n_ctx);
       break;
     }
     status = context_->decode(std::span(&token, 1), position_, 0);
@@ -88,7 +92,8 @@ CacheUse Session::cache_use() const {
     quantized += std::max(c.pairs_quantized, c.pairs_quantized_v);
     for (const LayerScheme& layer : c.layers) {
       use.f16_bytes += sizeof(uint16_t) * static_cast<size_t>(layer.shape.n_kv_heads) *
-                       static_cast<size_t>(layer.shape.key_dim + layer.shape.value_dim) * static_cast<size_t>(c.used_slots);
+                       static_cast<size_t>(layer.shape.key_dim + layer.shape.value_dim) *
+                       static_cast<size_t>(c.used_slots);
     }
   }
   use.quantized_share = pairs > 0 ? static_cast<double>(quantized) / static_cast<double>(pairs) : 0;

@@ -38,8 +38,8 @@ class Session {
   Session(const eval::Model& model, std::unique_ptr<eval::Context> context, const GenerateOptions& options);
   ~Session();
 
-  // Adds `text`, then generates until the model ends its text, n_predict tokens, the end of the context or Ctrl-C.
-  // `special`: text holds special tokens (a chat template). Pieces are handed to `emit` as they come.
+  // Adds `text`, then generates until the model ends its text, n_predict tokens, the end of the context or
+  // Ctrl-C. `special`: text holds special tokens (a chat template). Pieces are handed to `emit` as they come.
   Status turn(const std::string& text, bool special, const std::function<void(const std::string&)>& emit);
 
   const eval::Context& context() const { return *context_; }

@@ -15,7 +15,8 @@ namespace kvant::cli {
 namespace {
 
 constexpr char kDescription[] =
-    "kvant keeps the attention state (KV cache) of language models in 2 to 8 bits and attends on the packed form.";
+    "kvant keeps the attention state (KV cache) of language models in 2 to 8 bits and attends on the packed "
+    "form.";
 
 std::string root_footer() {
   std::string text =
@@ -26,7 +27,8 @@ std::string root_footer() {
       "  kvant formats                                     what there is, and what it costs\n"
       "  eval \"$(kvant env --kv kv4)\"                      llama.cpp's own programs on kvant's cache\n"
       "\nExit codes:\n";
-  for (const ExitMeaning& e : kExitTable) text += fmt::format("  {:>3}  {}\n", static_cast<int>(e.code), e.meaning);
+  for (const ExitMeaning& e : kExitTable)
+    text += fmt::format("  {:>3}  {}\n", static_cast<int>(e.code), e.meaning);
   return text;
 }
 
@@ -46,7 +48,8 @@ std::string unknown_argument(const CLI::App& root) {
   const std::vector<std::string> rest = own.empty() ? root.remaining() : own;
   if (rest.empty()) return "";
   // Values of an unknown option are left over, too.
-  const auto flag = std::find_if(rest.begin(), rest.end(), [](const std::string& r) { return r.starts_with("-"); });
+  const auto flag =
+      std::find_if(rest.begin(), rest.end(), [](const std::string& r) { return r.starts_with("-"); });
   const std::string& first = flag == rest.end() ? rest[0] : *flag;
   const std::string given = first.substr(0, first.find('='));
   std::vector<std::string> names = option_names(app);
@@ -57,8 +60,10 @@ std::string unknown_argument(const CLI::App& root) {
     }
   }
   const bool option = given.starts_with("-");
-  if (app != &root && !option) return fmt::format("'{}' is not expected; {} takes options only", given, app->get_name());
-  return fmt::format("'{}' is not {}; nearest is {}", given, option ? "an option" : "a command", eval::nearest(given, names));
+  if (app != &root && !option)
+    return fmt::format("'{}' is not expected; {} takes options only", given, app->get_name());
+  return fmt::format("'{}' is not {}; nearest is {}", given, option ? "an option" : "a command",
+                     eval::nearest(given, names));
 }
 
 int usage_error(const CLI::App& root, const CLI::ParseError& error) {
@@ -77,7 +82,8 @@ int usage_error(const CLI::App& root, const CLI::ParseError& error) {
   for (const CLI::App* sub : root.get_subcommands()) command = " " + sub->get_name();
   std::fprintf(stderr, "kvant%s: %s\n", command.c_str(), message.c_str());
   // A file that is not there is not a mistake in the option.
-  return message.find("there is no file") != std::string::npos || message.find("is a folder, not a file") != std::string::npos ||
+  return message.find("there is no file") != std::string::npos ||
+                 message.find("is a folder, not a file") != std::string::npos ||
                  message.find(" cannot be read") != std::string::npos
              ? kBadFile
              : kUsage;
@@ -86,12 +92,14 @@ int usage_error(const CLI::App& root, const CLI::ParseError& error) {
 int run(int argc, char** argv) {
   eval::show_llama_messages(false);
   CLI::App root(kDescription, "kvant");
-  root.set_version_flag("--version", std::string("kvant ") + KVANT_VERSION + " (ggml " + KVANT_GGML_VERSION + ")");
+  root.set_version_flag("--version",
+                        std::string("kvant ") + KVANT_VERSION + " (ggml " + KVANT_GGML_VERSION + ")");
   root.footer(root_footer);
   root.require_subcommand(1);
   root.get_formatter()->column_width(34);
-  const std::vector<Command> commands = {add_run(root), add_eval(root),      add_calibrate(root), add_formats(root),
-                                         add_plan(root), add_bench(root), add_env(root),       add_testmodel(root)};
+  const std::vector<Command> commands = {add_run(root),     add_eval(root),     add_calibrate(root),
+                                         add_formats(root), add_plan(root),     add_bench(root),
+                                         add_env(root),     add_testmodel(root)};
   try {
     root.parse(argc, argv);
   } catch (const CLI::Success& request) {

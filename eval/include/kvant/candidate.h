@@ -12,10 +12,10 @@
 namespace kvant::eval {
 
 struct Candidate {
-  std::string name;   // as shown: "kv4", "llama:q8_0", "kv4 (keys only)"
-  bool peer = false;  // llama.cpp's own cache
-  std::string scheme; // kvant only
-  Scheme parsed;      // kvant only
+  std::string name;    // as shown: "kv4", "llama:q8_0", "kv4 (keys only)"
+  bool peer = false;   // llama.cpp's own cache
+  std::string scheme;  // kvant only
+  Scheme parsed;       // kvant only
   ggml_type type_k = GGML_TYPE_F16, type_v = GGML_TYPE_F16;  // peers only
 
   int window() const { return peer || parsed.exact() ? 0 : parsed.window; }
@@ -29,8 +29,8 @@ Result<Candidate> parse_peer(std::string_view text);
 Result<Candidate> parse_candidate(std::string_view text);
 
 // One list as users write it: "llama:f16,kv4,kv4,w=256,exact". A part with '=' continues the scheme before it
-// ("kv4,w=256"), except after a peer or when it is "k=..." and the scheme before it has its keys already: then it
-// starts a new one. A ';' always separates.
+// ("kv4,w=256"), except after a peer or when it is "k=..." and the scheme before it has its keys already:
+// then it starts a new one. A ';' always separates.
 std::vector<std::string> split_candidates(std::string_view list);
 Result<std::vector<Candidate>> parse_candidates(std::string_view list);
 

@@ -35,8 +35,8 @@ class Distribution {
   const float* logits_ = nullptr;
   int n_vocab_ = 0;
   int top_ = 0;
-  double log_sum_ = 0;            // ln of the sum of exp(logit)
-  std::vector<float> p_;          // probabilities
+  double log_sum_ = 0;    // ln of the sum of exp(logit)
+  std::vector<float> p_;  // probabilities
 };
 
 struct BootstrapOptions {
@@ -59,19 +59,19 @@ struct Summary {
   int n = 0;
   double kl_mean = 0, kl_lo = 0, kl_hi = 0;  // 95 % block bootstrap
   double kl_median = 0, kl_p99 = 0, kl_p999 = 0, kl_max = 0;
-  double top1 = 1;                // share of positions with the same first token
-  double delta_nll = 0;           // mean
-  double ppl_ratio = 1;           // exp(delta_nll)
-  double base_nll = 0;            // mean
-  double share_above_one_nat = 0; // share of positions with KL > 1
-  std::vector<Bucket> buckets;    // by position, block_tokens each
+  double top1 = 1;                 // share of positions with the same first token
+  double delta_nll = 0;            // mean
+  double ppl_ratio = 1;            // exp(delta_nll)
+  double base_nll = 0;             // mean
+  double share_above_one_nat = 0;  // share of positions with KL > 1
+  std::vector<Bucket> buckets;     // by position, block_tokens each
 };
 
 // Quantile q in [0, 1] with linear interpolation between order statistics; `sorted` ascending, not empty.
 double quantile(std::span<const double> sorted, double q);
 
-// 95 % interval of the mean of KL: blocks are drawn with replacement, as many as there are, and the mean is over the
-// tokens of the drawn blocks. The same seed gives the same interval everywhere.
+// 95 % interval of the mean of KL: blocks are drawn with replacement, as many as there are, and the mean is
+// over the tokens of the drawn blocks. The same seed gives the same interval everywhere.
 Interval bootstrap_mean(std::span<const TokenScore> scores, const BootstrapOptions& options);
 
 Summary summarize(std::span<const TokenScore> scores, const BootstrapOptions& options = {});

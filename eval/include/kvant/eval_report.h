@@ -10,7 +10,8 @@ namespace kvant::eval {
 
 inline constexpr int kEvalJsonVersion = 1;
 
-nlohmann::json to_json(const Evaluation& evaluation, const EvaluateOptions& options, const std::string& text_name);
+nlohmann::json to_json(const Evaluation& evaluation, const EvaluateOptions& options,
+                       const std::string& text_name);
 
 // What was run, the floor, then one table per test. `markdown`: GitHub's table syntax.
 std::string to_table(const Evaluation& evaluation, const EvaluateOptions& options, bool markdown);

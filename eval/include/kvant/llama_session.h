@@ -1,5 +1,5 @@
-// llama.cpp as owned objects: backends, models, contexts. One process holds llama.cpp's own cache (device CPU) and
-// kvant's (device KVANT) side by side, over the same mapped weights.
+// llama.cpp as owned objects: backends, models, contexts. One process holds llama.cpp's own cache (device
+// CPU) and kvant's (device KVANT) side by side, over the same mapped weights.
 #pragma once
 
 #include <functional>
@@ -17,16 +17,16 @@ namespace kvant::eval {
 // Loads ggml's CPU backend from llama.cpp's library folder and registers KVANT; later calls do nothing.
 Status init_backends();
 
-// llama.cpp's messages: nothing below errors is shown, unless verbose. The last error is kept either way and becomes
-// a part of the Status of the call that failed.
+// llama.cpp's messages: nothing below errors is shown, unless verbose. The last error is kept either way and
+// becomes a part of the Status of the call that failed.
 void show_llama_messages(bool verbose);
 
 enum class Device : uint8_t { kCpu, kKvant };
 
 class Model {
  public:
-  // Weights are mapped: a second model of the same file costs no memory for them, where the CPU backend does not
-  // repack them.
+  // Weights are mapped: a second model of the same file costs no memory for them, where the CPU backend does
+  // not repack them.
   static Result<std::unique_ptr<Model>> load(const std::string& path, Device device);
   ~Model();
   Model(const Model&) = delete;
@@ -50,16 +50,16 @@ class Model {
 
 struct ContextOptions {
   int n_ctx = 4096;
-  int n_batch = 512;      // tokens in one decode call, and the most that may ask for logits
+  int n_batch = 512;  // tokens in one decode call, and the most that may ask for logits
   int n_threads = 1;
-  int n_outputs = 1;      // most logits of one call
+  int n_outputs = 1;  // most logits of one call
   ggml_type type_k = GGML_TYPE_F16;
   ggml_type type_v = GGML_TYPE_F16;
   bool flash_attention = true;
 };
 
-// One llama.cpp context with one sequence. On device KVANT the caches that belong to it are known: reports() gives
-// theirs only. Create and destroy contexts of that device from one thread.
+// One llama.cpp context with one sequence. On device KVANT the caches that belong to it are known: reports()
+// gives theirs only. Create and destroy contexts of that device from one thread.
 class Context {
  public:
   // On device KVANT `kvant` is configured first and the context is run once, so that its caches exist.
@@ -69,7 +69,8 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Positions first_position ...; logits are kept of tokens from index `logits_from` on (tokens.size(): none).
+  // Positions first_position ...; logits are kept of tokens from index `logits_from` on (tokens.size():
+  // none).
   Status decode(std::span<const llama_token> tokens, int first_position, int logits_from);
   // Of token `index` of the last decode; it must have asked for them.
   const float* logits(int index) const;

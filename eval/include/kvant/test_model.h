@@ -19,17 +19,17 @@ struct TestModelOptions {
   std::string tokenizer_from = {};  // model file; empty: one token per byte
   int layers = 2;
   int heads = 4;
-  int kv_heads = 2;            // divides heads
-  int head_dim = 64;           // even
+  int kv_heads = 2;   // divides heads
+  int head_dim = 64;  // even
   int sliding_window = 0;
   int context = 32768;
   float key_bias = 60.0f;
-  int biased_pairs = 4;        // per KV head
+  int biased_pairs = 4;  // per KV head
   uint64_t seed = 1;
 };
 
-// The same options give the same file. Weights are scaled so that attention is peaked (standard deviation of logits
-// about 3) and outweighs the residual: errors of the cache reach the output. kInvalidArgument, kIo.
+// The same options give the same file. Weights are scaled so that attention is peaked (standard deviation of
+// logits about 3) and outweighs the residual: errors of the cache reach the output. kInvalidArgument, kIo.
 Status write_test_model(const TestModelOptions& options);
 
 }  // namespace kvant::eval
