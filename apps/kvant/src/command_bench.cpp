@@ -7,7 +7,9 @@
 
 #include "cli.h"
 #include "kvant/bench_attention.h"
+#include "kvant/bench_decode.h"
 #include "kvant/candidate.h"
+#include "kvant/llama_session.h"
 
 namespace kvant::cli {
 namespace {
@@ -82,6 +84,87 @@ int do_attention(AttentionFlags* f) {
   return kOk;
 }
 
+struct DecodeFlags {
+  eval::BenchDecodeOptions options;
+  CacheFlags cache;
+  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4";
+  bool json = false;
+};
+
+constexpr char kDecodeFooter[] =
+    "\nExamples:\n"
+    "  kvant bench decode -m model.gguf --depths 0,4096\n"
+    "  kvant bench decode -m model.gguf --kv llama:f16,llama:q4_0,kv4 --depths 7936 --json\n"
+    "\nWhole steps of the model over a filled cache. Contexts of all caches live at once and take turns.\n";
+
+std::string repro(const DecodeFlags& f) {
+  return fmt::format("kvant bench decode -m {} --kv '{}' --depths {} -t {} --rounds {} --round-tokens {} --prefill {}",
+                     f.options.model_path, f.caches, fmt::join(f.options.depths, ","), f.options.threads,
+                     f.options.rounds, f.options.round_tokens, f.options.prefill_tokens);
+}
+
+void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f) {
+  if (f.json) {
+    nlohmann::json list = nlohmann::json::array();
+    for (const eval::DecodeRow& r : rows) {
+      list.push_back({{"cache", r.cache},
+                      {"depth", r.depth},
+                      {"decode_tok_s", r.decode_tok_s},
+                      {"prefill_tok_s", r.prefill_tok_s},
+                      {"flash_attention", r.flash_attention},
+                      {"cache_bytes", r.cache_bytes}});
+    }
+    const nlohmann::json out = {{"version", 1}, {"threads", f.options.threads}, {"command", repro(f)}, {"rows", list}};
+    std::printf("%s\n", out.dump(2).c_str());
+    return;
+  }
+  std::printf("| cache | depth | decode tok/s | prefill %d tok/s | cache MiB | |\n|---|---|---|---|---|---|\n",
+              f.options.prefill_tokens);
+  for (const eval::DecodeRow& r : rows) {
+    std::printf("| %s | %d | %.2f | %.1f | %s | %s |\n", r.cache.c_str(), r.depth, r.decode_tok_s, r.prefill_tok_s,
+                r.cache_bytes > 0 ? mib(r.cache_bytes).c_str() : "", r.flash_attention ? "" : "flash attention off");
+  }
+  std::printf("\n%s\n", repro(f).c_str());
+}
+
+int do_decode(DecodeFlags* f) {
+  std::vector<std::string> overridden;
+  const Status options = cache_options(f->cache, &f->options.kvant, &overridden);
+  if (!options.ok()) return fail(options);
+  const Result<std::vector<eval::Candidate>> caches = eval::parse_candidates(f->caches);
+  if (!caches.ok()) return fail(caches.status());
+  catch_interrupt();
+  eval::show_llama_messages(false);
+  f->options.caches = caches.value();
+  f->options.kvant.quiet = true;
+  if (f->options.threads == 0) f->options.threads = default_threads();
+  ProgressLine progress;
+  f->options.progress = [&](double share, const std::string& what) { progress.show(share, what); };
+  f->options.cancelled = [] { return interrupted(); };
+  std::vector<eval::DecodeRow> rows;
+  const Status status = eval::bench_decode(f->options, &rows);
+  progress.clear();
+  if (!rows.empty()) print_decode(rows, *f);
+  return status.ok() ? static_cast<int>(kOk) : fail(status);
+}
+
+CLI::App* add_decode(CLI::App* bench, DecodeFlags* f) {
+  eval::BenchDecodeOptions& o = f->options;
+  o.threads = 0;
+  CLI::App* app = bench->add_subcommand("decode", "whole model steps over a filled cache, kvant and llama.cpp in one run");
+  app->footer(kDecodeFooter);
+  app->add_option("-m,--model", o.model_path, "model file (GGUF)")->required()->check(readable_file())->type_name("FILE");
+  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")->type_name("LIST");
+  app->add_option("--depths", o.depths, "tokens in the cache (default 0,4096)")->delimiter(',')->check(whole_number(0, 1 << 20))->type_name("LIST");
+  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(whole_number(1, 512))->type_name("N");
+  app->add_option("--rounds", o.rounds, "rounds over the caches (default 5)")->check(whole_number(1, 1000))->type_name("N");
+  app->add_option("--round-tokens", o.round_tokens, "decode steps of a cache in a round (default 8)")->check(whole_number(1, 10000))->type_name("N");
+  app->add_option("--prefill", o.prefill_tokens, "tokens of one prefill batch, 0: none (default 512)")->check(whole_number(0, 4096))->type_name("N");
+  add_cache_flags(app, &f->cache);
+  app->add_flag("--json", f->json, "print JSON");
+  return app;
+}
+
 }  // namespace
 
 Command add_bench(CLI::App& root) {
@@ -101,7 +184,10 @@ Command add_bench(CLI::App& root) {
   app->add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(whole_number(1, 512))->type_name("N");
   app->add_option("--repeats", o.repeats, "rounds; the median counts (default 5)")->check(whole_number(1, 1000))->type_name("N");
   app->add_flag("--json", f->json, "print JSON");
-  return {bench, [f] { return do_attention(f.get()); }};
+  auto d = std::make_shared<DecodeFlags>();
+  CLI::App* decode = add_decode(bench, d.get());
+  bench->footer("\nExamples:\n  kvant bench attention\n  kvant bench decode -m model.gguf --depths 0,4096\n");
+  return {bench, [f, d, decode] { return decode->parsed() ? do_decode(d.get()) : do_attention(f.get()); }};
 }
 
 }  // namespace kvant::cli
