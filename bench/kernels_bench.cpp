@@ -66,11 +66,12 @@ class Fixture {
   std::byte* key(int i) { return keys_.data() + static_cast<size_t>(i) * key_.tile_bytes; }
   std::byte* value(int i) { return values_.data() + static_cast<size_t>(i) * value_.tile_bytes; }
   void scores(int i) {
-    kernels_.qk_tile(key_, key(i), prepared_, base_.data(), live_.data(), logits_.data());
+    kernels_.qk_tile(key_, key(i), key(i), prepared_, base_.data(), live_.data(), logits_.data());
   }
   void softmax() { kernels_.softmax(logits_.data(), rows_, live_.data(), state_.data(), rescale_.data()); }
   void sums(int i, const float* weights) {
-    kernels_.pv_tile(value_, value(i), weights, rows_, live_.data(), acc_.data(), workspace_.data());
+    kernels_.pv_tile(value_, value(i), value(i), weights, rows_, live_.data(), acc_.data(),
+                     workspace_.data());
   }
   void tile(int i) {
     scores(i);

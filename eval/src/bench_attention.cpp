@@ -26,8 +26,8 @@ double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Gaussian rows with a few strong channels and a spread of norms, as keys have. One page is drawn and reused with a
-// sign pattern per page: drawing gigabytes would take longer than measuring.
+// Gaussian rows with a few strong channels and a spread of norms, as keys have. One page is drawn and reused
+// with a sign pattern per page: drawing gigabytes would take longer than measuring.
 class RowSource {
  public:
   RowSource(int width, uint32_t seed) : width_(width), rows_(static_cast<size_t>(kPageTokens) * width) {
@@ -40,7 +40,8 @@ class RowSource {
       const int token = first_token + i;
       const float sign = (token / kPageTokens * 2654435761u >> 16) & 1 ? 1.0f : -1.0f;
       const float* row = rows_.data() + static_cast<size_t>(token % kPageTokens) * width_;
-      for (int c = 0; c < width_; ++c) out[static_cast<size_t>(i) * width_ + c] = sign * row[(c + token / 7) % width_];
+      for (int c = 0; c < width_; ++c)
+        out[static_cast<size_t>(i) * width_ + c] = sign * row[(c + token / 7) % width_];
     }
   }
 
@@ -84,7 +85,9 @@ class KvantSubject : public Subject {
   Status build(const BenchAttentionOptions& o, int length) override {
     const Result<Scheme> scheme = parse_scheme(scheme_);
     if (!scheme.ok()) return scheme.status();
-    const LayerShape shape{.n_query_heads = o.kv_heads * o.group, .n_kv_heads = o.kv_heads, .key_dim = o.head_dim,
+    const LayerShape shape{.n_query_heads = o.kv_heads * o.group,
+                           .n_kv_heads = o.kv_heads,
+                           .key_dim = o.head_dim,
                            .value_dim = o.head_dim};
     const Result<LayerScheme> layer = resolve_layer(scheme.value(), shape);
     if (!layer.ok()) return layer.status();
@@ -119,12 +122,14 @@ class KvantSubject : public Subject {
     double worst = 0;
     double top = 0;
     for (size_t i = 0; i < n; ++i) {
-      worst = std::max(worst, std::abs(static_cast<double>(static_cast<float*>(outputs_[0]->data)[i]) - reference[i]));
+      worst = std::max(
+          worst, std::abs(static_cast<double>(static_cast<float*>(outputs_[0]->data)[i]) - reference[i]));
       top = std::max(top, std::abs(static_cast<double>(reference[i])));
     }
     *error = worst / top;
     if (!(*error < kErrorBound)) {
-      return {Code::kInternal, scheme_ + ": attention differs from DQREF by " + std::to_string(*error * 100) + " %"};
+      return {Code::kInternal,
+              scheme_ + ": attention differs from DQREF by " + std::to_string(*error * 100) + " %"};
     }
     return {};
   }
@@ -144,7 +149,12 @@ class KvantSubject : public Subject {
       for (int i = 0; i < n; ++i) slots[i] = at + i;
       KVANT_RETURN_IF_ERROR(cache_->begin_batch(slots, layers));
       const int32_t own[] = {at + n - 1};
-      const StreamQueries q{.stream = StreamId{0}, .n_queries = 1, .n_slots = at + n, .mask = nullptr, .mask_stride = 0, .own_slot = own};
+      const StreamQueries q{.stream = StreamId{0},
+                            .n_queries = 1,
+                            .n_slots = at + n,
+                            .mask = nullptr,
+                            .mask_stride = 0,
+                            .own_slot = own};
       KVANT_RETURN_IF_ERROR(cache_->plan({&q, 1}, layers, &plan_));
       source.fill(at, n, rows.data());
       for (int l = 0; l < o.layers; ++l) {
@@ -158,7 +168,12 @@ class KvantSubject : public Subject {
       cache_->end_batch(plan_);
     }
     // The plan of one more query that sees everything.
-    const StreamQueries q{.stream = StreamId{0}, .n_queries = 1, .n_slots = length, .mask = nullptr, .mask_stride = 0, .own_slot = {}};
+    const StreamQueries q{.stream = StreamId{0},
+                          .n_queries = 1,
+                          .n_slots = length,
+                          .mask = nullptr,
+                          .mask_stride = 0,
+                          .own_slot = {}};
     return cache_->plan({&q, 1}, layers, &plan_);
   }
 
@@ -174,10 +189,11 @@ class KvantSubject : public Subject {
   }
 
   Status build_graph(const BenchAttentionOptions& o, int) {
-    ctx_.reset(ggml_init({.mem_size = static_cast<size_t>(o.layers + 4) * (ggml_tensor_overhead() + 512 * 1024) +
-                                      ggml_graph_overhead(),
-                          .mem_buffer = nullptr,
-                          .no_alloc = false}));
+    ctx_.reset(
+        ggml_init({.mem_size = static_cast<size_t>(o.layers + 4) * (ggml_tensor_overhead() + 512 * 1024) +
+                               ggml_graph_overhead(),
+                   .mem_buffer = nullptr,
+                   .no_alloc = false}));
     graph_ = ggml_new_graph(ctx_.get());
     q_ = new_queries(o);
     jobs_ = std::vector<AttentionJob>(o.layers);
@@ -185,7 +201,9 @@ class KvantSubject : public Subject {
       ggml_tensor* args[] = {q_};
       ggml_tensor* out = ggml_custom_4d(
           ctx_.get(), GGML_TYPE_F32, o.head_dim, o.kv_heads * o.group, 1, 1, args, 1,
-          [](ggml_tensor*, int ith, int nth, void* job) { static_cast<AttentionJob*>(job)->run({ith, nth}); },
+          [](ggml_tensor*, int ith, int nth, void* job) {
+            static_cast<AttentionJob*>(job)->run({ith, nth});
+          },
           GGML_N_TASKS_MAX, &jobs_[l]);
       outputs_.push_back(out);
       ggml_build_forward_expand(graph_, out);
@@ -248,7 +266,8 @@ class LlamaSubject : public Subject {
   double bytes_per_layer() const override { return bytes_; }
 
  private:
-  // [head_dim, length, kv_heads] view of token-major rows; transposed: [length, head_dim, kv_heads], channel-major.
+  // [head_dim, length, kv_heads] view of token-major rows; transposed: [length, head_dim, kv_heads],
+  // channel-major.
   ggml_tensor* filled(const BenchAttentionOptions& o, int length, bool transposed) {
     const int64_t d = o.head_dim;
     const int64_t width = d * o.kv_heads;
@@ -267,7 +286,8 @@ class LlamaSubject : public Subject {
     ggml_tensor* t = ggml_new_tensor_2d(ctx_.get(), type_, width, length);
     for (int i = 0; i < length; ++i) {
       source.fill(i, 1, row.data());
-      ggml_quantize_chunk(type_, row.data(), static_cast<char*>(t->data) + i * t->nb[1], 0, 1, width, nullptr);
+      ggml_quantize_chunk(type_, row.data(), static_cast<char*>(t->data) + i * t->nb[1], 0, 1, width,
+                          nullptr);
     }
     return ggml_view_3d(ctx_.get(), t, d, length, o.kv_heads, t->nb[1], ggml_row_size(type_, d), 0);
   }
@@ -314,15 +334,17 @@ Result<std::vector<std::unique_ptr<Subject>>> make_subjects(const std::string& n
     subjects.push_back(std::make_unique<KvantSubject>(name));
     return subjects;
   }
-  for (const ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0}) {
+  for (const ggml_type type :
+       {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0}) {
     if (name.substr(6) != ggml_type_name(type)) continue;
     subjects.push_back(std::make_unique<LlamaSubject>(type, true));
     if (type == GGML_TYPE_F16) subjects.push_back(std::make_unique<LlamaSubject>(type, false));
     return subjects;
   }
   return Status(Code::kInvalidArgument,
-                "'" + name + "' is not a cache type that is measured here; use llama:f16, llama:q8_0, llama:q5_1, "
-                "llama:q5_0, llama:q4_1 or llama:q4_0");
+                "'" + name +
+                    "' is not a cache type that is measured here; use llama:f16, llama:q8_0, llama:q5_1, "
+                    "llama:q5_0, llama:q4_1 or llama:q4_0");
 }
 
 struct Timed {
@@ -358,7 +380,8 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
     for (Timed& t : timed) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
       t.seconds.push_back(t.subject->run(cpu));
-      if (o.progress) o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
+      if (o.progress)
+        o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
     }
   }
   for (const Timed& t : timed) {

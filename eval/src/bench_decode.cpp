@@ -58,8 +58,8 @@ Status step(Subject* s, const std::vector<llama_token>& tokens, double* seconds)
   return {};
 }
 
-Status make_subject(const BenchDecodeOptions& o, const Model& model, const std::vector<llama_token>& tokens, int depth,
-                    Subject* s) {
+Status make_subject(const BenchDecodeOptions& o, const Model& model, const std::vector<llama_token>& tokens,
+                    int depth, Subject* s) {
   const Candidate& c = *s->candidate;
   ContextOptions options;
   options.n_ctx = depth + kSeedTokens + o.rounds * o.round_tokens + 2 * o.prefill_tokens + 8;
@@ -120,7 +120,8 @@ Status run_depth(const BenchDecodeOptions& o, const Model& cpu, const Model& kva
         KVANT_RETURN_IF_ERROR(step(&s, tokens, &seconds));
         s.step_seconds.push_back(seconds);
       }
-      if (o.progress) o.progress((round + 1.0) / (o.rounds + 1), s.candidate->name + " at depth " + std::to_string(depth));
+      if (o.progress)
+        o.progress((round + 1.0) / (o.rounds + 1), s.candidate->name + " at depth " + std::to_string(depth));
     }
   }
   for (Subject& s : subjects) {
@@ -156,7 +157,8 @@ Status bench_decode(const BenchDecodeOptions& options, std::vector<DecodeRow>* o
   if (!kvant.ok()) return kvant.status();
   const int vocab = cpu.value()->n_vocab();
   std::vector<llama_token> tokens(kSeedTokens);
-  for (int i = 0; i < kSeedTokens; ++i) tokens[i] = static_cast<llama_token>((i * 7919 + 13) % std::min(vocab, 32000));
+  for (int i = 0; i < kSeedTokens; ++i)
+    tokens[i] = static_cast<llama_token>((i * 7919 + 13) % std::min(vocab, 32000));
   for (const int depth : options.depths) {
     KVANT_RETURN_IF_ERROR(run_depth(options, *cpu.value(), *kvant.value(), tokens, depth, out));
   }

@@ -106,8 +106,8 @@ class Collector {
     count = std::min(count, slots - first);
     Eigen::MatrixXf x(cache->ne[0], count);
     for (int64_t i = 0; i < count; ++i) {
-      const auto* row = reinterpret_cast<const ggml_fp16_t*>(static_cast<const char*>(cache->data) +
-                                                             (first + i) * cache->nb[1] + head * cache->nb[2]);
+      const auto* row = reinterpret_cast<const ggml_fp16_t*>(
+          static_cast<const char*>(cache->data) + (first + i) * cache->nb[1] + head * cache->nb[2]);
       ggml_fp16_to_fp32_row(row, x.col(i).data(), cache->ne[0]);
     }
     return x;
@@ -135,7 +135,8 @@ std::vector<float> closed_form(const Matrix& covariance, const Matrix& weight, d
       ec.eigenvectors() * values.cwiseSqrt().cwiseInverse().asDiagonal() * ec.eigenvectors().transpose();
   const Eigen::SelfAdjointEigenSolver<Matrix> em(root * h * root);
   const Vector lambda = em.eigenvalues().cwiseMax(em.eigenvalues().maxCoeff() * 1e-9);
-  const Matrix a = lambda.array().pow(0.25).matrix().asDiagonal() * (em.eigenvectors().transpose() * inverse_root);
+  const Matrix a =
+      lambda.array().pow(0.25).matrix().asDiagonal() * (em.eigenvectors().transpose() * inverse_root);
   const Eigen::Index n = a.rows();
   std::vector<float> out(static_cast<size_t>(n) * n);
   for (Eigen::Index i = 0; i < n; ++i) {
@@ -176,7 +177,8 @@ class OutputWeights {
     for (Matrix& m : out) m.setZero();
     std::vector<char> bytes(row_bytes);
     Eigen::VectorXf row(t->ne[0]);
-    std::fseek(stream_, static_cast<long>(gguf_get_data_offset(file_) + gguf_get_tensor_offset(file_, id)), SEEK_SET);
+    std::fseek(stream_, static_cast<long>(gguf_get_data_offset(file_) + gguf_get_tensor_offset(file_, id)),
+               SEEK_SET);
     for (int64_t r = 0; r < t->ne[1]; ++r) {
       if (std::fread(bytes.data(), 1, row_bytes, stream_) != row_bytes) break;
       if (t->type == GGML_TYPE_F32) {
@@ -243,7 +245,8 @@ Status run_text(llama_model* model, const CalibrateOptions& options, const std::
     }
     const auto n = static_cast<int32_t>(std::min<size_t>(kChunk, tokens.size() - at));
     llama_batch batch = llama_batch_get_one(const_cast<llama_token*>(tokens.data() + at), n);
-    if (llama_decode(ctx.get(), batch) != 0) return {Code::kInternal, "llama.cpp failed on the calibration text"};
+    if (llama_decode(ctx.get(), batch) != 0)
+      return {Code::kInternal, "llama.cpp failed on the calibration text"};
     llama_synchronize(ctx.get());
     collector->end_chunk(n);
     if (options.progress) options.progress(static_cast<double>(at + n) / static_cast<double>(tokens.size()));
@@ -251,8 +254,8 @@ Status run_text(llama_model* model, const CalibrateOptions& options, const std::
   return {};
 }
 
-std::shared_ptr<const CalibratedBasis> make_basis(const Matrix& covariance, const Matrix& weight, double ridge,
-                                                  const Vector* mean) {
+std::shared_ptr<const CalibratedBasis> make_basis(const Matrix& covariance, const Matrix& weight,
+                                                  double ridge, const Vector* mean) {
   auto basis = std::make_shared<CalibratedBasis>();
   basis->dim = static_cast<int>(covariance.rows());
   basis->forward = closed_form(covariance, weight, ridge);
@@ -272,7 +275,8 @@ Result<ggml::Calibration> calibrate(const CalibrateOptions& options) {
   const Result<uint64_t> fingerprint = ggml::model_fingerprint(options.model_path);
   if (!fingerprint.ok()) return fingerprint.status();
   if (fingerprint.value() == 0) {
-    return Status(Code::kUnsupported, options.model_path + ": the model has no attention norm weights to know it by");
+    return Status(Code::kUnsupported,
+                  options.model_path + ": the model has no attention norm weights to know it by");
   }
   llama_model_params model_params = llama_model_default_params();
   model_params.n_gpu_layers = 0;
@@ -307,7 +311,8 @@ Result<ggml::Calibration> calibrate(const CalibrateOptions& options) {
     }
   }
   if (calibration.layers.empty()) {
-    return Status(Code::kUnsupported, options.model_path + ": no layer uses a key/value cache that kvant handles");
+    return Status(Code::kUnsupported,
+                  options.model_path + ": no layer uses a key/value cache that kvant handles");
   }
   return calibration;
 }

@@ -1,5 +1,5 @@
-// llama.cpp's sequence state: magic, sequence, streams, cells, per cell (position, sequences), then keys and values per
-// layer, each with its type and row size; values are channel-major when flash attention is off.
+// llama.cpp's sequence state: magic, sequence, streams, cells, per cell (position, sequences), then keys and
+// values per layer, each with its type and row size; values are channel-major when flash attention is off.
 #include <algorithm>
 #include <cstring>
 

@@ -163,7 +163,7 @@ std::vector<float> run_qk(const AttentionKernels& k, Tile& tile, const std::vect
   simd::place_prepared_queries(tile.layout, rows, memory.data(), &prepared);
   k.prepare_queries(tile.layout, q.data(), rows, &prepared);
   std::vector<float> logits(static_cast<size_t>(rows) * kPageTokens, kPoison);
-  k.qk_tile(tile.layout, tile.data(), prepared, base.data(), live.data(), logits.data());
+  k.qk_tile(tile.layout, tile.data(), tile.data(), prepared, base.data(), live.data(), logits.data());
   return logits;
 }
 
@@ -171,7 +171,7 @@ std::vector<float> run_pv(const AttentionKernels& k, Tile& tile, const std::vect
                           const std::vector<uint64_t>& live, float start) {
   test::AlignedBytes workspace(simd::pv_workspace_bytes(tile.layout, rows));
   std::vector<float> acc(static_cast<size_t>(rows) * tile.layout.head_dim, start);
-  k.pv_tile(tile.layout, tile.data(), weights.data(), rows, live.data(), acc.data(), workspace.data());
+  k.pv_tile(tile.layout, tile.data(), tile.data(), weights.data(), rows, live.data(), acc.data(), workspace.data());
   return acc;
 }
 

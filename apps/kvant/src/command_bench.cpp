@@ -24,13 +24,16 @@ constexpr char kAttentionFooter[] =
     "\nExamples:\n"
     "  kvant bench attention\n"
     "  kvant bench attention --kv exact,kv4,llama:f16,llama:q4_0 --lengths 4096,32768 --group 4\n"
-    "\nOne query per step, as in decoding. Results are checked against double precision over the stored values before\n"
+    "\nOne query per step, as in decoding. Results are checked against double precision over the stored "
+    "values before\n"
     "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory in the same run.\n";
 
 std::string repro(const eval::BenchAttentionOptions& o) {
-  return fmt::format("kvant bench attention --kv '{}' --lengths {} --head-dim {} --kv-heads {} --group {} --layers {} -t {} --repeats {}",
-                     fmt::join(o.caches, ";"), fmt::join(o.lengths, ","), o.head_dim, o.kv_heads, o.group, o.layers,
-                     o.threads, o.repeats);
+  return fmt::format(
+      "kvant bench attention --kv '{}' --lengths {} --head-dim {} --kv-heads {} --group {} --layers {} -t {} "
+      "--repeats {}",
+      fmt::join(o.caches, ";"), fmt::join(o.lengths, ","), o.head_dim, o.kv_heads, o.group, o.layers,
+      o.threads, o.repeats);
 }
 
 void print_json(const eval::AttentionBench& bench, const eval::BenchAttentionOptions& o) {
@@ -45,21 +48,21 @@ void print_json(const eval::AttentionBench& bench, const eval::BenchAttentionOpt
                     {"max_error", r.max_error},
                     {"note", r.note}});
   }
-  const nlohmann::json out = {{"version", 1},
-                              {"isa", bench.isa},
-                              {"threads", o.threads},
-                              {"stream_gb_per_s", bench.stream_gigabytes_per_s},
-                              {"command", repro(o)},
-                              {"rows", rows}};
+  const nlohmann::json out = {{"version", 1},         {"isa", bench.isa},
+                              {"threads", o.threads}, {"stream_gb_per_s", bench.stream_gigabytes_per_s},
+                              {"command", repro(o)},  {"rows", rows}};
   std::printf("%s\n", out.dump(2).c_str());
 }
 
 void print_table(const eval::AttentionBench& bench, const eval::BenchAttentionOptions& o) {
-  std::printf("isa %s, %d threads, read stream %.1f GB/s\n\n", bench.isa.c_str(), o.threads, bench.stream_gigabytes_per_s);
-  std::printf("| cache | keys | ns per head and key | MB read | GB/s | of stream | error | |\n|---|---|---|---|---|---|---|---|\n");
+  std::printf("isa %s, %d threads, read stream %.1f GB/s\n\n", bench.isa.c_str(), o.threads,
+              bench.stream_gigabytes_per_s);
+  std::printf(
+      "| cache | keys | ns per head and key | MB read | GB/s | of stream | error | "
+      "|\n|---|---|---|---|---|---|---|---|\n");
   for (const eval::AttentionRow& r : bench.rows) {
-    std::printf("| %s | %d | %.3f | %.2f | %.2f | %.0f %% | %s | %s |\n", r.cache.c_str(), r.length, r.ns_per_head_key,
-                r.cache_bytes * 1e-6, r.gigabytes_per_s, 100 * r.stream_share,
+    std::printf("| %s | %d | %.3f | %.2f | %.2f | %.0f %% | %s | %s |\n", r.cache.c_str(), r.length,
+                r.ns_per_head_key, r.cache_bytes * 1e-6, r.gigabytes_per_s, 100 * r.stream_share,
                 r.max_error > 0 ? fmt::format("{:.1e}", r.max_error).c_str() : "", r.note.c_str());
   }
   std::printf("\n%s\n", repro(o).c_str());
@@ -98,9 +101,10 @@ constexpr char kDecodeFooter[] =
     "\nWhole steps of the model over a filled cache. Contexts of all caches live at once and take turns.\n";
 
 std::string repro(const DecodeFlags& f) {
-  return fmt::format("kvant bench decode -m {} --kv '{}' --depths {} -t {} --rounds {} --round-tokens {} --prefill {}",
-                     f.options.model_path, f.caches, fmt::join(f.options.depths, ","), f.options.threads,
-                     f.options.rounds, f.options.round_tokens, f.options.prefill_tokens);
+  return fmt::format(
+      "kvant bench decode -m {} --kv '{}' --depths {} -t {} --rounds {} --round-tokens {} --prefill {}",
+      f.options.model_path, f.caches, fmt::join(f.options.depths, ","), f.options.threads, f.options.rounds,
+      f.options.round_tokens, f.options.prefill_tokens);
 }
 
 void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f) {
@@ -114,15 +118,18 @@ void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f
                       {"flash_attention", r.flash_attention},
                       {"cache_bytes", r.cache_bytes}});
     }
-    const nlohmann::json out = {{"version", 1}, {"threads", f.options.threads}, {"command", repro(f)}, {"rows", list}};
+    const nlohmann::json out = {
+        {"version", 1}, {"threads", f.options.threads}, {"command", repro(f)}, {"rows", list}};
     std::printf("%s\n", out.dump(2).c_str());
     return;
   }
-  std::printf("| cache | depth | decode tok/s | prefill %d tok/s | cache MiB | |\n|---|---|---|---|---|---|\n",
-              f.options.prefill_tokens);
+  std::printf(
+      "| cache | depth | decode tok/s | prefill %d tok/s | cache MiB | |\n|---|---|---|---|---|---|\n",
+      f.options.prefill_tokens);
   for (const eval::DecodeRow& r : rows) {
-    std::printf("| %s | %d | %.2f | %.1f | %s | %s |\n", r.cache.c_str(), r.depth, r.decode_tok_s, r.prefill_tok_s,
-                r.cache_bytes > 0 ? mib(r.cache_bytes).c_str() : "", r.flash_attention ? "" : "flash attention off");
+    std::printf("| %s | %d | %.2f | %.1f | %s | %s |\n", r.cache.c_str(), r.depth, r.decode_tok_s,
+                r.prefill_tok_s, r.cache_bytes > 0 ? mib(r.cache_bytes).c_str() : "",
+                r.flash_attention ? "" : "flash attention off");
   }
   std::printf("\n%s\n", repro(f).c_str());
 }
@@ -151,15 +158,31 @@ int do_decode(DecodeFlags* f) {
 CLI::App* add_decode(CLI::App* bench, DecodeFlags* f) {
   eval::BenchDecodeOptions& o = f->options;
   o.threads = 0;
-  CLI::App* app = bench->add_subcommand("decode", "whole model steps over a filled cache, kvant and llama.cpp in one run");
+  CLI::App* app = bench->add_subcommand(
+      "decode", "whole model steps over a filled cache, kvant and llama.cpp in one run");
   app->footer(kDecodeFooter);
-  app->add_option("-m,--model", o.model_path, "model file (GGUF)")->required()->check(readable_file())->type_name("FILE");
-  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")->type_name("LIST");
-  app->add_option("--depths", o.depths, "tokens in the cache (default 0,4096)")->delimiter(',')->check(whole_number(0, 1 << 20))->type_name("LIST");
-  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(whole_number(1, 512))->type_name("N");
-  app->add_option("--rounds", o.rounds, "rounds over the caches (default 5)")->check(whole_number(1, 1000))->type_name("N");
-  app->add_option("--round-tokens", o.round_tokens, "decode steps of a cache in a round (default 8)")->check(whole_number(1, 10000))->type_name("N");
-  app->add_option("--prefill", o.prefill_tokens, "tokens of one prefill batch, 0: none (default 512)")->check(whole_number(0, 4096))->type_name("N");
+  app->add_option("-m,--model", o.model_path, "model file (GGUF)")
+      ->required()
+      ->check(readable_file())
+      ->type_name("FILE");
+  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")
+      ->type_name("LIST");
+  app->add_option("--depths", o.depths, "tokens in the cache (default 0,4096)")
+      ->delimiter(',')
+      ->check(whole_number(0, 1 << 20))
+      ->type_name("LIST");
+  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")
+      ->check(whole_number(1, 512))
+      ->type_name("N");
+  app->add_option("--rounds", o.rounds, "rounds over the caches (default 5)")
+      ->check(whole_number(1, 1000))
+      ->type_name("N");
+  app->add_option("--round-tokens", o.round_tokens, "decode steps of a cache in a round (default 8)")
+      ->check(whole_number(1, 10000))
+      ->type_name("N");
+  app->add_option("--prefill", o.prefill_tokens, "tokens of one prefill batch, 0: none (default 512)")
+      ->check(whole_number(0, 4096))
+      ->type_name("N");
   add_cache_flags(app, &f->cache);
   app->add_flag("--json", f->json, "print JSON");
   return app;
@@ -173,16 +196,33 @@ Command add_bench(CLI::App& root) {
   o.threads = 0;
   CLI::App* bench = root.add_subcommand("bench", "measure speed");
   bench->require_subcommand(1);
-  CLI::App* app = bench->add_subcommand("attention", "decode attention alone, kvant and llama.cpp in one run");
+  CLI::App* app =
+      bench->add_subcommand("attention", "decode attention alone, kvant and llama.cpp in one run");
   app->footer(kAttentionFooter);
-  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")->type_name("LIST");
-  app->add_option("--lengths", o.lengths, "keys (default 4096,32768)")->delimiter(',')->check(whole_number(64, 1 << 22))->type_name("LIST");
-  app->add_option("--head-dim", o.head_dim, "channels of a head (default 128)")->check(whole_number(32, 256))->type_name("N");
-  app->add_option("--kv-heads", o.kv_heads, "KV heads (default 2)")->check(whole_number(1, 64))->type_name("N");
-  app->add_option("--group", o.group, "query heads per KV head (default 4)")->check(whole_number(1, 64))->type_name("N");
-  app->add_option("--layers", o.layers, "caches visited in turn (default 8)")->check(whole_number(1, 64))->type_name("N");
-  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(whole_number(1, 512))->type_name("N");
-  app->add_option("--repeats", o.repeats, "rounds; the median counts (default 5)")->check(whole_number(1, 1000))->type_name("N");
+  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")
+      ->type_name("LIST");
+  app->add_option("--lengths", o.lengths, "keys (default 4096,32768)")
+      ->delimiter(',')
+      ->check(whole_number(64, 1 << 22))
+      ->type_name("LIST");
+  app->add_option("--head-dim", o.head_dim, "channels of a head (default 128)")
+      ->check(whole_number(32, 256))
+      ->type_name("N");
+  app->add_option("--kv-heads", o.kv_heads, "KV heads (default 2)")
+      ->check(whole_number(1, 64))
+      ->type_name("N");
+  app->add_option("--group", o.group, "query heads per KV head (default 4)")
+      ->check(whole_number(1, 64))
+      ->type_name("N");
+  app->add_option("--layers", o.layers, "caches visited in turn (default 8)")
+      ->check(whole_number(1, 64))
+      ->type_name("N");
+  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")
+      ->check(whole_number(1, 512))
+      ->type_name("N");
+  app->add_option("--repeats", o.repeats, "rounds; the median counts (default 5)")
+      ->check(whole_number(1, 1000))
+      ->type_name("N");
   app->add_flag("--json", f->json, "print JSON");
   auto d = std::make_shared<DecodeFlags>();
   CLI::App* decode = add_decode(bench, d.get());

@@ -64,14 +64,25 @@ int do_calibrate(CalibrateFlags* f) {
 Command add_calibrate(CLI::App& root) {
   auto f = std::make_shared<CalibrateFlags>();
   eval::CalibrateOptions& o = f->options;
-  CLI::App* app = root.add_subcommand("calibrate", "measure a model's keys, queries and values for better schemes");
+  CLI::App* app =
+      root.add_subcommand("calibrate", "measure a model's keys, queries and values for better schemes");
   app->footer(kFooter);
-  app->add_option("-m,--model", o.model_path, "model file (GGUF)")->required()->check(readable_file())->type_name("FILE");
+  app->add_option("-m,--model", o.model_path, "model file (GGUF)")
+      ->required()
+      ->check(readable_file())
+      ->type_name("FILE");
   app->add_option("-f,--file", f->text_path, "text")->required()->check(readable_file())->type_name("FILE");
-  app->add_option("-o,--output", f->output, "file to write (default: where the backend looks)")->type_name("FILE");
-  app->add_option("--tokens", o.tokens, "tokens of text (default 8192)")->check(whole_number(256, 1 << 20))->type_name("N");
-  app->add_option("--window", o.window_tokens, "tokens of one context (default 2048)")->check(whole_number(256, 1 << 17))->type_name("N");
-  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(whole_number(1, 512))->type_name("N");
+  app->add_option("-o,--output", f->output, "file to write (default: where the backend looks)")
+      ->type_name("FILE");
+  app->add_option("--tokens", o.tokens, "tokens of text (default 8192)")
+      ->check(whole_number(256, 1 << 20))
+      ->type_name("N");
+  app->add_option("--window", o.window_tokens, "tokens of one context (default 2048)")
+      ->check(whole_number(256, 1 << 17))
+      ->type_name("N");
+  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")
+      ->check(whole_number(1, 512))
+      ->type_name("N");
   app->add_flag("--json", f->json, "print JSON");
   return {app, [f] { return do_calibrate(f.get()); }};
 }

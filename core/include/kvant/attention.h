@@ -17,8 +17,8 @@
 namespace kvant {
 
 enum class AttentionPath : uint8_t {
-  kFused = 0,    // integer products on the packed codes
-  kDequantize,   // tiles are decoded to floats, then float products
+  kFused = 0,   // integer products on the packed codes
+  kDequantize,  // tiles are decoded to floats, then float products
 };
 
 // Pages per run of the split: 512 tokens.
@@ -27,16 +27,16 @@ inline constexpr int kRunPages = 8;
 struct AttentionArgs {
   LayerId layer;
   const BatchPlan* plan = nullptr;
-  // q: float, value of (stream s, query n, head h, channel c) at q + s * q_stream + n * q_token + h * q_head + c;
-  // strides in floats.
+  // q: float, value of (stream s, query n, head h, channel c) at q + s * q_stream + n * q_token + h * q_head
+  // + c; strides in floats.
   const float* q = nullptr;
   size_t q_head = 0, q_token = 0, q_stream = 0;
   float* out = nullptr;  // same addressing, value_dim channels
   size_t out_head = 0, out_token = 0, out_stream = 0;
-  float scale = 1.0f;                    // multiplies q . k
-  float soft_cap = 0.0f;                 // 0: none; else cap * tanh(logit / cap)
-  const float* alibi_slopes = nullptr;   // [n_query_heads], multiplies the mask; null: 1
-  const float* sink_logits = nullptr;    // [n_query_heads], learned sinks; null: none
+  float scale = 1.0f;                   // multiplies q . k
+  float soft_cap = 0.0f;                // 0: none; else cap * tanh(logit / cap)
+  const float* alibi_slopes = nullptr;  // [n_query_heads], multiplies the mask; null: 1
+  const float* sink_logits = nullptr;   // [n_query_heads], learned sinks; null: none
   AttentionPath path = AttentionPath::kFused;
 };
 

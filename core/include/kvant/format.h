@@ -131,8 +131,8 @@ class Format {
   // Bits per stored value, all metadata and padding of the tile counted.
   double bits_per_value() const;
 
-  // Writes the whole tile, trailer included. Deterministic: the same bytes on every ISA, whatever the tile held
-  // before. Never fails: NaN counts as zero, magnitudes above 1e15 as 1e15 (callers refuse them first).
+  // Writes the whole tile, trailer included. Deterministic: the same bytes on every ISA, whatever the tile
+  // held before. Never fails: NaN counts as zero, magnitudes above 1e15 as 1e15 (callers refuse them first).
   EncodeStats encode(const EncodeInput& in, std::byte* tile) const;
   // x: [64][head_dim] what the tile stores (still transformed and centred).
   void decode(const std::byte* tile, float* x) const;

@@ -29,9 +29,9 @@ struct LayerScheme {
   std::string effective;          // what runs: "k=c4 v=t4 kx=none vx=hadamard"
   std::string reason;             // why effective differs from requested; empty when it does not
 
-  size_t key_tile_bytes() const;    // over all heads of one page
+  size_t key_tile_bytes() const;  // over all heads of one page
   size_t value_tile_bytes() const;
-  double key_bits() const;          // per value, tile metadata counted; 16 when exact
+  double key_bits() const;  // per value, tile metadata counted; 16 when exact
   double value_bits() const;
 };
 

@@ -16,8 +16,8 @@ inline constexpr int kUses = 4;
 // Thread safe. Counts the bytes asked for (each request is a multiple of 64 bytes by construction of its
 // callers, else it is rounded up and counted so). Refuses, without side effects, what would pass the limit.
 // Requests of one size lie back to back in mapped slabs: a process grows by what is counted, not by what a
-// general allocator adds around it. Freed bytes are given back to the system at once; `poison` fills fresh memory with a byte to expose reads of
-// unwritten memory in tests.
+// general allocator adds around it. Freed bytes are given back to the system at once; `poison` fills fresh
+// memory with a byte to expose reads of unwritten memory in tests.
 class MemoryPool {
  public:
   struct Options {

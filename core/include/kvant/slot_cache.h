@@ -44,22 +44,22 @@ struct WorkShare {
 
 // One layer, one page, one side.
 struct SidePage {
-  std::byte* tiles = nullptr;      // heads back to back, Format::tile_bytes each
-  uint16_t* rows = nullptr;        // [n_kv_heads][64][dim] binary16
-  uint16_t* kept = nullptr;        // [n_kv_heads][popcount(kept_layout)][dim]: exact rows of a sealed page
-  uint64_t tile_mask = 0;          // slots whose content is in the tiles
-  uint64_t row_mask = 0;           // slots whose content is in `rows`
-  uint64_t kept_mask = 0;          // slots whose content is in `kept`; a subset of kept_layout
-  uint64_t kept_layout = 0;        // slots that `kept` was laid out for: row of slot t is its rank here
+  std::byte* tiles = nullptr;  // heads back to back, Format::tile_bytes each
+  uint16_t* rows = nullptr;    // [n_kv_heads][64][dim] binary16
+  uint16_t* kept = nullptr;    // [n_kv_heads][popcount(kept_layout)][dim]: exact rows of a sealed page
+  uint64_t tile_mask = 0;      // slots whose content is in the tiles
+  uint64_t row_mask = 0;       // slots whose content is in `rows`
+  uint64_t kept_mask = 0;      // slots whose content is in `kept`; a subset of kept_layout
+  uint64_t kept_layout = 0;    // slots that `kept` was laid out for: row of slot t is its rank here
 };
 
 // Queries of one stream, in the order in which their tokens were written.
 struct StreamQueries {
   StreamId stream;
   int n_queries = 0;
-  int n_slots = 0;                   // slots 0 .. n_slots-1 of the stream are looked at
-  const uint16_t* mask = nullptr;    // [n_queries][mask_stride] binary16: 0, -inf or a bias; null: causal
-                                     // over what is written is not assumed: everything written is visible
+  int n_slots = 0;                 // slots 0 .. n_slots-1 of the stream are looked at
+  const uint16_t* mask = nullptr;  // [n_queries][mask_stride] binary16: 0, -inf or a bias; null: causal
+                                   // over what is written is not assumed: everything written is visible
   size_t mask_stride = 0;
   // Slot that query i's own token was written to in this batch, or -1.
   std::span<const int32_t> own_slot;
@@ -71,11 +71,11 @@ struct StreamPlan {
   int n_pages = 0;
   const uint16_t* mask = nullptr;
   size_t mask_stride = 0;
-  bool has_bias = false;              // some mask value is neither 0 nor -inf
-  std::vector<uint64_t> visible;      // [n_queries][n_pages] bit t: slot 64 * page + t is visible
-  std::vector<uint64_t> window;       // [n_queries][(n_pages + 63) / 64] bit: page is exact for the query
-  std::vector<int32_t> seal;          // pages that some query reads quantized and that may be sealed
-  std::vector<int32_t> release;       // pages whose rows no later query counts into its window
+  bool has_bias = false;          // some mask value is neither 0 nor -inf
+  std::vector<uint64_t> visible;  // [n_queries][n_pages] bit t: slot 64 * page + t is visible
+  std::vector<uint64_t> window;   // [n_queries][(n_pages + 63) / 64] bit: page is exact for the query
+  std::vector<int32_t> seal;      // pages that some query reads quantized and that may be sealed
+  std::vector<int32_t> release;   // pages whose rows no later query counts into its window
   bool in_window(int query, int page) const {
     return (window[static_cast<size_t>(query) * ((n_pages + 63) / 64) + page / 64] >> (page % 64)) & 1;
   }
@@ -103,7 +103,7 @@ struct MemoryReport {
 // Attended (query row, key) pairs of visible keys, for the share that was read from quantized tiles.
 struct ReadCounters {
   std::atomic<uint64_t> pairs_total{0};
-  std::atomic<uint64_t> pairs_quantized{0};     // keys read from quantized tiles
+  std::atomic<uint64_t> pairs_quantized{0};  // keys read from quantized tiles
   std::atomic<uint64_t> pairs_quantized_v{0};
 };
 
@@ -111,10 +111,10 @@ class SlotCache {
  public:
   struct Options {
     std::vector<LayerScheme> layers;
-    int n_slots = 0;    // per stream; rounded up to whole pages
+    int n_slots = 0;  // per stream; rounded up to whole pages
     int n_streams = 1;
-    int window = 128;   // newest visible tokens that stay exact; 0 acts as 1: the newest page is exact
-    int sinks = 16;     // first tokens of a sequence that stay exact
+    int window = 128;     // newest visible tokens that stay exact; 0 acts as 1: the newest page is exact
+    int sinks = 16;       // first tokens of a sequence that stay exact
     int max_threads = 1;  // for the workspace
     MemoryPool::Options memory;
   };

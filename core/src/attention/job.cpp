@@ -40,7 +40,8 @@ WorkspaceLayout workspace_layout(const SlotCache::Options& options) {
   w.shared_query = 2 * queries + row_floats;
   const size_t masks = 6 * align_up(static_cast<size_t>(w.rows) * 8, 64);
   const size_t floats = align_up(static_cast<size_t>(kPageTokens) * std::max(w.key_dim, w.value_dim) * 4, 64);
-  w.thread_bytes = align_up(w.shared_query, 64) + w.prepared + 2 * w.state + 3 * logits + row_floats + masks + w.pv + floats;
+  w.thread_bytes = align_up(w.shared_query, 64) + w.prepared + 2 * w.state + 3 * logits + row_floats + masks +
+                   w.pv + floats;
   // Split: every (block, head) pair has one query preparation and one state per run.
   w.max_runs = (options.n_slots + kRunPages * kPageTokens - 1) / (kRunPages * kPageTokens);
   int heads = 1;
@@ -49,7 +50,8 @@ WorkspaceLayout workspace_layout(const SlotCache::Options& options) {
   // States of one token per stream, at least four, for each query head.
   w.split_rows = static_cast<size_t>(heads) * group * std::max(4, options.n_streams);
   w.row_state = align_up(sizeof(simd::RowState) + 2 * static_cast<size_t>(w.value_dim) * 4, 64);
-  w.shared_bytes = w.split_rows * w.max_runs * w.row_state + static_cast<size_t>(kMaxSplitPairs) * w.shared_query;
+  w.shared_bytes =
+      w.split_rows * w.max_runs * w.row_state + static_cast<size_t>(kMaxSplitPairs) * w.shared_query;
   return w;
 }
 

@@ -29,7 +29,8 @@ Stored load(const SlotCache& cache, LayerId layer, Side side, StreamId stream, i
     const SidePage& sp = cache.side_page(layer, stream, static_cast<int>(slot) / kPageTokens, side);
     const int t = static_cast<int>(slot) % kPageTokens;
     if (((sp.row_mask | sp.kept_mask) >> t) & 1) {
-      s.has_exact[slot] = cache.read_slot(layer, side, stream, static_cast<int>(slot), false, row.data()).ok();
+      s.has_exact[slot] =
+          cache.read_slot(layer, side, stream, static_cast<int>(slot), false, row.data()).ok();
       std::copy_n(row.data() + static_cast<size_t>(head) * dim, dim, s.exact.data() + slot * dim);
     }
     if ((sp.tile_mask >> t) & 1) {

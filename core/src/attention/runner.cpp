@@ -97,8 +97,8 @@ void AttentionRunner::transform_queries(const Block& block, const Queries& queri
   const float factor = args_.scale * kLog2e;
   for (int n = 0; n < block.n_queries; ++n) {
     for (int g = 0; g < group_; ++g) {
-      const float* q = args_.q + block.stream_index * args_.q_stream + (block.first_query + n) * args_.q_token +
-                       (block.head * group_ + g) * args_.q_head;
+      const float* q = args_.q + block.stream_index * args_.q_stream +
+                       (block.first_query + n) * args_.q_token + (block.head * group_ + g) * args_.q_head;
       float* to = queries.plain + static_cast<size_t>(n * group_ + g) * dim;
       for (int c = 0; c < dim; ++c) to[c] = q[c] * factor;
     }
@@ -128,7 +128,8 @@ void AttentionRunner::reset(State* state, int rows) const {
 bool AttentionRunner::find_live(const Block& block, int page, const SidePage& kp, const SidePage& vp) {
   const StreamPlan& stream = *block.stream;
   const uint64_t sinks = cache_.sink_mask(stream.stream, page);
-  const uint64_t held = (kp.tile_mask | kp.row_mask | kp.kept_mask) & (vp.tile_mask | vp.row_mask | vp.kept_mask);
+  const uint64_t held =
+      (kp.tile_mask | kp.row_mask | kp.kept_mask) & (vp.tile_mask | vp.row_mask | vp.kept_mask);
   uint64_t seen = 0;
   for (int n = 0; n < block.n_queries; ++n) {
     const int query = block.first_query + n;
@@ -174,15 +175,16 @@ void AttentionRunner::merge_lanes(const Block& block, const uint64_t* lanes, con
   }
 }
 
-void AttentionRunner::key_logits(const Block& block, const Queries& queries, const SidePage& page) {
+void AttentionRunner::key_logits(const Block& block, const Queries& queries, int number,
+                                 const SidePage& page) {
   const int dim = layer_.shape.key_dim;
   const HeadScheme& head = layer_.heads[block.head];
   const bool tile = page.tile_mask != 0 && any(live_.key_tile, block.rows);
   if (tile) {
-    const std::byte* at = page.tiles;
-    for (int h = 0; h < block.head; ++h) at += layer_.heads[h].key_format.tile_bytes();
+    const std::byte* at = head_tile(page, block.head, Side::kKey);
     if (args_.path == AttentionPath::kFused) {
-      kernels_.qk_tile(head.key_format.layout(), at, prepared_, queries.centre, live_.key_tile, logits_);
+      kernels_.qk_tile(head.key_format.layout(), at, next_tile(block, number, Side::kKey, at), prepared_,
+                       queries.centre, live_.key_tile, logits_);
     } else {
       head.key_format.decode(at, floats_);
       kernels_.qk_floats(floats_, kPageTokens, dim, queries.transformed, block.rows, live_.key_tile, logits_);
@@ -224,7 +226,8 @@ void AttentionRunner::bias_logits(const Block& block, int page) {
     const int query = block.first_query + r / group_;
     const uint16_t* mask = block.stream->mask + static_cast<size_t>(query) * block.stream->mask_stride +
                            static_cast<size_t>(page) * kPageTokens;
-    const float slope = args_.alibi_slopes != nullptr ? args_.alibi_slopes[block.head * group_ + r % group_] : 1.0f;
+    const float slope =
+        args_.alibi_slopes != nullptr ? args_.alibi_slopes[block.head * group_ + r % group_] : 1.0f;
     for (int t = 0; t < kPageTokens; ++t) {
       if ((live_.all[r] >> t) & 1) logits_[r * kPageTokens + t] += slope * kLog2e * half_to_float(mask[t]);
     }
@@ -244,7 +247,7 @@ const float* AttentionRunner::masked_weights(const Block& block, const uint64_t*
   return weights_;
 }
 
-void AttentionRunner::add_values(const Block& block, const SidePage& page, State* state) {
+void AttentionRunner::add_values(const Block& block, int number, const SidePage& page, State* state) {
   const int dim = layer_.shape.value_dim;
   const HeadScheme& head = layer_.heads[block.head];
   kernels_.rescale(state->acc_rows, dim, block.rows, live_.all, rescale_);
@@ -254,11 +257,10 @@ void AttentionRunner::add_values(const Block& block, const SidePage& page, State
   }
   if (page.tile_mask != 0 && any(live_.value_tile, block.rows)) {
     const float* weights = masked_weights(block, live_.value_tile);
-    const std::byte* at = page.tiles;
-    for (int h = 0; h < block.head; ++h) at += layer_.heads[h].value_format.tile_bytes();
+    const std::byte* at = head_tile(page, block.head, Side::kValue);
     if (args_.path == AttentionPath::kFused) {
-      kernels_.pv_tile(head.value_format.layout(), at, weights, block.rows, live_.value_tile, state->acc_tile,
-                       pv_workspace_);
+      kernels_.pv_tile(head.value_format.layout(), at, next_tile(block, number, Side::kValue, at), weights,
+                       block.rows, live_.value_tile, state->acc_tile, pv_workspace_);
     } else {
       head.value_format.decode(at, floats_);
       kernels_.pv_floats(floats_, kPageTokens, dim, weights, block.rows, live_.value_tile, state->acc_tile);
@@ -304,14 +306,32 @@ void AttentionRunner::add_values(const Block& block, const SidePage& page, State
   }
 }
 
+// The head's tile of the page after `page`, or `tile` when that page has none.
+const std::byte* AttentionRunner::next_tile(const Block& block, int page, Side side,
+                                            const std::byte* tile) const {
+  if (page + 1 >= block.stream->n_pages) return tile;
+  const SidePage& next = cache_.side_page(args_.layer, block.stream->stream, page + 1, side);
+  return next.tile_mask != 0 ? head_tile(next, block.head, side) : tile;
+}
+
+const std::byte* AttentionRunner::head_tile(const SidePage& page, int head, Side side) const {
+  const std::byte* at = page.tiles;
+  for (int h = 0; h < head; ++h) at += tile_format(h, side).tile_bytes();
+  return at;
+}
+
+const Format& AttentionRunner::tile_format(int head, Side side) const {
+  return side == Side::kKey ? layer_.heads[head].key_format : layer_.heads[head].value_format;
+}
+
 void AttentionRunner::attend_page(const Block& block, const Queries& queries, int page, State* state) {
   const SidePage& kp = cache_.side_page(args_.layer, block.stream->stream, page, Side::kKey);
   const SidePage& vp = cache_.side_page(args_.layer, block.stream->stream, page, Side::kValue);
   if (!find_live(block, page, kp, vp)) return;
-  key_logits(block, queries, kp);
+  key_logits(block, queries, page, kp);
   if (args_.soft_cap != 0.0f || block.stream->has_bias) bias_logits(block, page);
   kernels_.softmax(logits_, block.rows, live_.all, state->row, rescale_);
-  add_values(block, vp, state);
+  add_values(block, page, vp, state);
 }
 
 void AttentionRunner::attend_run(const Block& block, const Queries& queries, int run, State* state) {
@@ -329,7 +349,8 @@ void AttentionRunner::merge(const Block& block, const State& from, State* into) 
     const float top = std::max(a.max, b.max);
     const float fa = a.sum == 0.0f ? 0.0f : std::exp2(a.max - top);
     const float fb = std::exp2(b.max - top);
-    into->row[r] = {.max = top, .sum = a.sum * fa + b.sum * fb, .tile_sum = a.tile_sum * fa + b.tile_sum * fb};
+    into->row[r] = {
+        .max = top, .sum = a.sum * fa + b.sum * fb, .tile_sum = a.tile_sum * fa + b.tile_sum * fb};
     float* tile = into->acc_tile + static_cast<size_t>(r) * dim;
     float* rows = into->acc_rows + static_cast<size_t>(r) * dim;
     const float* tile_b = from.acc_tile + static_cast<size_t>(r) * dim;

@@ -28,8 +28,8 @@ struct WorkspaceLayout {
   int max_runs = 0;
   size_t prepared = 0, pv = 0;
   size_t shared_query = 0;  // one block's queries: scaled, transformed, centre products
-  size_t state = 0;      // one block's states and accumulators
-  size_t row_state = 0;  // one row's state and accumulators in the shared memory
+  size_t state = 0;         // one block's states and accumulators
+  size_t row_state = 0;     // one row's state and accumulators in the shared memory
   size_t split_rows = 0;
   size_t thread_bytes = 0, shared_bytes = 0;
 };
@@ -78,11 +78,14 @@ class AttentionRunner {
   void reset(State* state, int rows) const;
   void attend_run(const Block& block, const Queries& queries, int run, State* state);
   void attend_page(const Block& block, const Queries& queries, int page, State* state);
+  const std::byte* next_tile(const Block& block, int page, Side side, const std::byte* tile) const;
+  const std::byte* head_tile(const SidePage& page, int head, Side side) const;
+  const Format& tile_format(int head, Side side) const;
   bool find_live(const Block& block, int page, const SidePage& kp, const SidePage& vp);
-  void key_logits(const Block& block, const Queries& queries, const SidePage& page);
+  void key_logits(const Block& block, const Queries& queries, int number, const SidePage& page);
   void merge_lanes(const Block& block, const uint64_t* lanes, const uint64_t* layout, const float* from);
   void bias_logits(const Block& block, int page);
-  void add_values(const Block& block, const SidePage& page, State* state);
+  void add_values(const Block& block, int number, const SidePage& page, State* state);
   const float* masked_weights(const Block& block, const uint64_t* lanes);
   void merge(const Block& block, const State& from, State* into) const;
   void finish(const Block& block, State* state);

@@ -30,11 +30,35 @@ namespace {
 constexpr size_t kLargestPiece = size_t{1} << 18;
 // At least so many pieces a slab, so that its unused end is under 2 % of it.
 constexpr size_t kPiecesPerSlab = 64;
-constexpr size_t kLeastSlab = size_t{1} << 18;
+constexpr size_t kHugePage = size_t{1} << 21;
 
 size_t system_page() {
   static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
+}
+
+// Address space that starts on a huge page; nothing of it is resident yet.
+std::byte* map_slab(size_t bytes) {
+  const size_t reserved = bytes + kHugePage;
+  void* mapped =
+      mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  auto* begin = static_cast<std::byte*>(mapped);
+  const size_t skip =
+      align_up(reinterpret_cast<uintptr_t>(begin), kHugePage) - reinterpret_cast<uintptr_t>(begin);
+  if (skip != 0) munmap(begin, skip);
+  if (kHugePage - skip != 0) munmap(begin + skip + bytes, kHugePage - skip);
+  return begin + skip;
+}
+
+// A full slab is moved to huge pages, where the system can (Linux 6.1): a long sequence reads thousands of
+// tiles in turn, and walking the page tables for each costs more than the tile. Before that its unused end
+// would be resident.
+void collapse(std::byte* slab, size_t bytes) {
+#if !defined(MADV_COLLAPSE)
+  constexpr int MADV_COLLAPSE = 25;
+#endif
+  (void)madvise(slab, bytes, MADV_COLLAPSE);
 }
 
 }  // namespace
@@ -48,21 +72,22 @@ void* SlabHeap::allocate(size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::set<std::byte*>& open = with_room_[bytes];
   if (open.empty()) {
-    const size_t slab_bytes = align_up(std::max(kLeastSlab, kPiecesPerSlab * bytes), system_page());
-    void* mapped = mmap(nullptr, slab_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) return nullptr;
-    slabs_[static_cast<std::byte*>(mapped)] = {.piece_bytes = bytes,
-                                               .slab_bytes = slab_bytes,
-                                               .pieces = static_cast<uint32_t>(slab_bytes / bytes),
-                                               .fresh = 0,
-                                               .free = {}};
-    open.insert(static_cast<std::byte*>(mapped));
+    const size_t slab_bytes = align_up(kPiecesPerSlab * bytes, kHugePage);
+    std::byte* mapped = map_slab(slab_bytes);
+    if (mapped == nullptr) return nullptr;
+    slabs_[mapped] = {.piece_bytes = bytes,
+                      .slab_bytes = slab_bytes,
+                      .pieces = static_cast<uint32_t>(slab_bytes / bytes),
+                      .fresh = 0,
+                      .free = {}};
+    open.insert(mapped);
   }
   std::byte* base = *open.begin();
   Slab& slab = slabs_[base];
   uint32_t piece = slab.fresh;
   if (slab.free.empty()) {
     ++slab.fresh;
+    if (slab.fresh == slab.pieces) collapse(base, slab.slab_bytes);
   } else {
     piece = slab.free.back();
     slab.free.pop_back();

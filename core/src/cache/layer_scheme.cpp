@@ -5,9 +5,12 @@ namespace {
 
 const char* kind_name(TransformKind kind) {
   switch (kind) {
-    case TransformKind::kIdentity: return "none";
-    case TransformKind::kHadamard: return "hadamard";
-    case TransformKind::kDense: return "calibrated";
+    case TransformKind::kIdentity:
+      return "none";
+    case TransformKind::kHadamard:
+      return "hadamard";
+    case TransformKind::kDense:
+      return "calibrated";
   }
   return "?";
 }
@@ -36,7 +39,8 @@ bool per_channel(const Format& format) {
 }
 
 // The calibrated basis, rotated inside each band of the layout.
-Result<std::shared_ptr<const Transform>> banded_transform(const CalibratedBasis& basis, const TileLayout& layout) {
+Result<std::shared_ptr<const Transform>> banded_transform(const CalibratedBasis& basis,
+                                                          const TileLayout& layout) {
   const int dim = basis.dim;
   std::vector<float> forward(basis.forward.size());
   std::vector<float> column, rotated;
@@ -65,8 +69,8 @@ Result<std::shared_ptr<const Transform>> banded_transform(const CalibratedBasis&
 Result<std::shared_ptr<const Transform>> choose_transform(
     TransformChoice choice, const Format& format, Side side, int dim,
     const std::vector<std::shared_ptr<const CalibratedBasis>>* calibrated, int head) {
-  const bool have = calibrated != nullptr && head < static_cast<int>(calibrated->size()) &&
-                    (*calibrated)[head] != nullptr;
+  const bool have =
+      calibrated != nullptr && head < static_cast<int>(calibrated->size()) && (*calibrated)[head] != nullptr;
   if (choice == TransformChoice::kAuto) {
     if (format.exact() || per_channel(format)) {
       choice = TransformChoice::kIdentity;
@@ -77,7 +81,8 @@ Result<std::shared_ptr<const Transform>> choose_transform(
   const std::string option = side == Side::kKey ? "kx" : "vx";
   if (format.exact()) return std::make_shared<const Transform>(Transform::identity(dim));
   switch (choice) {
-    case TransformChoice::kIdentity: return std::make_shared<const Transform>(Transform::identity(dim));
+    case TransformChoice::kIdentity:
+      return std::make_shared<const Transform>(Transform::identity(dim));
     case TransformChoice::kHadamard: {
       Result<Transform> transform = Transform::hadamard(dim);
       if (!transform.ok()) return transform.status();
@@ -86,7 +91,8 @@ Result<std::shared_ptr<const Transform>> choose_transform(
     case TransformChoice::kCalibrated:
       if (!have) {
         return Status(Code::kUnsupported, option + "=calibrated: there is no calibration for KV head " +
-                                              std::to_string(head) + "; make one or use " + option + "=hadamard");
+                                              std::to_string(head) + "; make one or use " + option +
+                                              "=hadamard");
       }
       if ((*calibrated)[head]->dim != dim) {
         return Status(Code::kMismatch, option + "=calibrated: the calibration is for head size " +
@@ -94,7 +100,8 @@ Result<std::shared_ptr<const Transform>> choose_transform(
                                            std::to_string(dim));
       }
       return banded_transform(*(*calibrated)[head], format.layout());
-    case TransformChoice::kAuto: break;
+    case TransformChoice::kAuto:
+      break;
   }
   return Status(Code::kInternal, "transform choice");
 }
@@ -134,7 +141,8 @@ Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
   layer.requested = to_string(scheme);
   for (int head = 0; head < shape.n_kv_heads; ++head) {
     Result<Format> key = Format::parse(scheme.key_format, Side::kKey, shape.key_dim);
-    if (!key.ok()) return Status(key.status().code(), "k=" + scheme.key_format + ": " + key.status().message());
+    if (!key.ok())
+      return Status(key.status().code(), "k=" + scheme.key_format + ": " + key.status().message());
     Result<Format> value = Format::parse(scheme.value_format, Side::kValue, shape.value_dim);
     if (!value.ok()) {
       return Status(value.status().code(), "v=" + scheme.value_format + ": " + value.status().message());

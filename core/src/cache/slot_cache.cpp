@@ -45,8 +45,8 @@ size_t tiles_bytes(const LayerScheme& layer, Side side) {
 }
 
 size_t page_table_bytes(const SlotCache::Options& options, int n_pages) {
-  return align_up(options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage),
-                  64);
+  return align_up(
+      options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage), 64);
 }
 
 int rank(uint64_t layout, int t) { return std::popcount(layout & ((uint64_t{1} << t) - 1)); }
@@ -82,8 +82,8 @@ Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
 SlotCache::~SlotCache() { free_everything(); }
 
 SidePage& SlotCache::page_ref(int layer, int stream, int page, Side side) {
-  const size_t index =
-      ((static_cast<size_t>(layer) * options_.n_streams + stream) * n_pages_ + page) * 2 + static_cast<int>(side);
+  const size_t index = ((static_cast<size_t>(layer) * options_.n_streams + stream) * n_pages_ + page) * 2 +
+                       static_cast<int>(side);
   return reinterpret_cast<SidePage*>(pages_.data())[index];
 }
 
@@ -128,7 +128,8 @@ Status SlotCache::reserve_tiles(int layer, int stream, int page, Side side) {
 }
 
 void SlotCache::free_tiles(int layer, SidePage* page, Side side) {
-  if (page->tiles != nullptr) pool_.release(page->tiles, tiles_bytes(options_.layers[layer], side), Use::kTiles);
+  if (page->tiles != nullptr)
+    pool_.release(page->tiles, tiles_bytes(options_.layers[layer], side), Use::kTiles);
   page->tiles = nullptr;
   page->tile_mask = 0;
 }
@@ -143,7 +144,8 @@ void SlotCache::free_rows(int layer, SidePage* page, Side side) {
 
 void SlotCache::free_kept(int layer, SidePage* page, Side side) {
   if (page->kept != nullptr) {
-    pool_.release(page->kept, kept_bytes(options_.layers[layer].shape, side, std::popcount(page->kept_layout)),
+    pool_.release(page->kept,
+                  kept_bytes(options_.layers[layer].shape, side, std::popcount(page->kept_layout)),
                   Use::kExactRows);
   }
   page->kept = nullptr;
@@ -237,7 +239,8 @@ Status SlotCache::begin_batch(std::span<const int64_t> slots, std::span<const in
         if (page_ref(layer, r.stream, r.page, side).rows != nullptr) continue;
         const Status status = reserve_rows(layer, r.stream, r.page, side);
         if (!status.ok()) {
-          for (const Reserved& u : reserved) free_rows(u.layer, &page_ref(u.layer, u.stream, u.page, u.side), u.side);
+          for (const Reserved& u : reserved)
+            free_rows(u.layer, &page_ref(u.layer, u.stream, u.page, u.side), u.side);
           return status;
         }
         reserved.push_back(r);
@@ -255,7 +258,8 @@ Status SlotCache::begin_batch(std::span<const int64_t> slots, std::span<const in
   return {};
 }
 
-Status SlotCache::plan(std::span<const StreamQueries> queries, std::span<const int32_t> layers, BatchPlan* plan) {
+Status SlotCache::plan(std::span<const StreamQueries> queries, std::span<const int32_t> layers,
+                       BatchPlan* plan) {
   plan->streams.resize(queries.size());
   plan->layers.assign(layers.begin(), layers.end());
   for (size_t i = 0; i < queries.size(); ++i) {
@@ -345,8 +349,8 @@ void SlotCache::write(LayerId layer, Side side, std::span<const int64_t> slots, 
         std::memset(sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, 0, dim * sizeof(uint16_t));
       }
       record_error({Code::kBadValue, std::string("NaN or Inf in the ") + side_name(side) + " of layer " +
-                                         std::to_string(layer.value) + ", KV head " + std::to_string(bad_head) +
-                                         ", slot " + std::to_string(slots[i])});
+                                         std::to_string(layer.value) + ", KV head " +
+                                         std::to_string(bad_head) + ", slot " + std::to_string(slots[i])});
       continue;
     }
     sp.row_mask |= uint64_t{1} << t;
@@ -409,7 +413,8 @@ void SlotCache::end_batch(const BatchPlan& plan) {
 
 // ---- exact content by index
 
-Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot, bool quantized, float* out) const {
+Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot, bool quantized,
+                            float* out) const {
   const LayerScheme& scheme = options_.layers[layer.value];
   const int dim = dim_of(scheme.shape, side);
   const SidePage& sp = side_page(layer, stream, slot / kPageTokens, side);
@@ -420,8 +425,8 @@ Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot,
   const size_t width = static_cast<size_t>(scheme.shape.n_kv_heads) * dim;
   if (quantized ? !in_tile : !(in_tile || in_rows || in_kept)) {
     std::fill_n(out, width, 0.0f);
-    return {Code::kOutOfRange, "slot " + std::to_string(slot) + " of stream " + std::to_string(stream.value) +
-                                   " holds nothing"};
+    return {Code::kOutOfRange,
+            "slot " + std::to_string(slot) + " of stream " + std::to_string(stream.value) + " holds nothing"};
   }
   const bool from_tile = quantized || !(in_rows || in_kept);
   alignas(64) float y[kPageTokens * kMaxHeadDim];
@@ -436,9 +441,9 @@ Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot,
       tile += format.tile_bytes();
       continue;
     }
-    const uint16_t* row = in_rows
-                              ? sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim
-                              : sp.kept + (static_cast<size_t>(head) * kept_rows + rank(sp.kept_layout, t)) * dim;
+    const uint16_t* row =
+        in_rows ? sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim
+                : sp.kept + (static_cast<size_t>(head) * kept_rows + rank(sp.kept_layout, t)) * dim;
     for (int c = 0; c < dim; ++c) to[c] = half_to_float(row[c]);
   }
   return {};
@@ -447,8 +452,9 @@ Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot,
 Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count,
                             uint16_t* out) const {
   if (first_slot < 0 || count < 0 || first_slot + count > n_pages_ * kPageTokens) {
-    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " + std::to_string(first_slot + count) +
-                                   ": a stream has " + std::to_string(n_pages_ * kPageTokens)};
+    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " +
+                                   std::to_string(first_slot + count) + ": a stream has " +
+                                   std::to_string(n_pages_ * kPageTokens)};
   }
   const LayerScheme& scheme = options_.layers[layer.value];
   const int dim = dim_of(scheme.shape, side);
@@ -501,8 +507,9 @@ Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first
 Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count,
                              const uint16_t* in) {
   if (first_slot < 0 || count < 0 || first_slot + count > n_pages_ * kPageTokens) {
-    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " + std::to_string(first_slot + count) +
-                                   ": a stream has " + std::to_string(n_pages_ * kPageTokens)};
+    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " +
+                                   std::to_string(first_slot + count) + ": a stream has " +
+                                   std::to_string(n_pages_ * kPageTokens)};
   }
   const LayerShape& shape = options_.layers[layer.value].shape;
   const int dim = dim_of(shape, side);
@@ -525,7 +532,8 @@ Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int firs
     SidePage& sp = page_ref(layer.value, stream.value, slot / kPageTokens, side);
     for (int head = 0; head < shape.n_kv_heads; ++head) {
       std::memcpy(sp.rows + (static_cast<size_t>(head) * kPageTokens + slot % kPageTokens) * dim,
-                  in + static_cast<size_t>(i) * width + static_cast<size_t>(head) * dim, dim * sizeof(uint16_t));
+                  in + static_cast<size_t>(i) * width + static_cast<size_t>(head) * dim,
+                  dim * sizeof(uint16_t));
     }
     sp.row_mask |= uint64_t{1} << (slot % kPageTokens);
   }
@@ -559,7 +567,8 @@ Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, Stre
     if (source.kept != nullptr) {
       const size_t bytes = kept_bytes(scheme.shape, side, std::popcount(source.kept_layout));
       target.kept = static_cast<uint16_t*>(pool_.allocate(bytes, Use::kExactRows));
-      if (target.kept == nullptr) return {Code::kPoolExhausted, "copy of a stream: the memory limit is reached"};
+      if (target.kept == nullptr)
+        return {Code::kPoolExhausted, "copy of a stream: the memory limit is reached"};
       std::memcpy(target.kept, source.kept, bytes);
       target.kept_mask = source.kept_mask;
       target.kept_layout = source.kept_layout;
@@ -587,7 +596,8 @@ MemoryReport SlotCache::memory() const {
 MemoryReport plan_memory(const SlotCache::Options& options, int tokens) {
   const int n_pages = (options.n_slots + kPageTokens - 1) / kPageTokens;
   MemoryReport report;
-  report.table_bytes = align_up(SlotTable::bytes(n_pages, options.n_streams), 64) + page_table_bytes(options, n_pages);
+  report.table_bytes =
+      align_up(SlotTable::bytes(n_pages, options.n_streams), 64) + page_table_bytes(options, n_pages);
   report.workspace_bytes = AttentionWorkspace::bytes(options);
   const int used_pages = (tokens + kPageTokens - 1) / kPageTokens;
   // Pages below the one that holds the oldest token of the newest query's window are sealed.

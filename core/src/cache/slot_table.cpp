@@ -50,7 +50,8 @@ MaskWord read_mask_word(const uint16_t* mask) {
 
 size_t stream_bytes(int n_pages) {
   const size_t slots = static_cast<size_t>(n_pages) * kPageTokens;
-  return align_up(slots * 4, 64) + align_up(slots * 8, 64) + 2 * align_up(static_cast<size_t>(n_pages) * 8, 64);
+  return align_up(slots * 4, 64) + align_up(slots * 8, 64) +
+         2 * align_up(static_cast<size_t>(n_pages) * 8, 64);
 }
 
 }  // namespace
@@ -198,7 +199,8 @@ void SlotTable::mark_adopted_sinks(Stream* s, int sinks, const StreamPlan& plan)
     for (uint32_t k = 0; k < s->newest && left > 0; ++k) {
       const int32_t slot = s->order[k];
       const int p = slot / kPageTokens;
-      if (s->stamp[slot] != k + 1 || p >= plan.n_pages || ((row[p] >> (slot % kPageTokens)) & 1) == 0) continue;
+      if (s->stamp[slot] != k + 1 || p >= plan.n_pages || ((row[p] >> (slot % kPageTokens)) & 1) == 0)
+        continue;
       s->sinks[p] |= uint64_t{1} << (slot % kPageTokens);
       --left;
     }
@@ -280,7 +282,8 @@ void SlotTable::plan(const StreamQueries& queries, int window, int sinks, Stream
   read_masks(s, queries, out);
   mark_sinks(&s, queries, sinks, *out);
   if (s.adopted) mark_adopted_sinks(&s, sinks, *out);
-  // The page of the newest token is never read from its tile: whether it is full already depends on the chunk.
+  // The page of the newest token is never read from its tile: whether it is full already depends on the
+  // chunk.
   find_windows(s, std::max(window, 1), out);
   choose_pages(s, queries, out);
 }

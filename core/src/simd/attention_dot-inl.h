@@ -63,7 +63,24 @@ constexpr int plane_bits(int width, int i) {
 
 struct Planes {
   const uint8_t* p[3];
+  ptrdiff_t ahead;  // to the same bytes of the tile that is read next
 };
+
+template <int kFormat>
+HWY_INLINE void prefetch_octet(const Planes& planes) {
+  for (int i = 0; i < plane_bits(kFormat, 0); ++i) __builtin_prefetch(planes.p[0] + planes.ahead + 64 * i);
+  for (int i = 0; i < plane_bits(kFormat, 1); ++i) __builtin_prefetch(planes.p[1] + planes.ahead + 64 * i);
+  for (int i = 0; i < plane_bits(kFormat, 2); ++i) __builtin_prefetch(planes.p[2] + planes.ahead + 64 * i);
+}
+
+// Everything behind the codes: scales, lows, centres.
+HWY_INLINE void prefetch_metadata(const TileLayout& layout, const std::byte* next) {
+  uint32_t first = layout.trailer_offset;
+  const BandLayout& band = bands_of(layout)[0];
+  if (layout.token_scale != ScaleType::kNone) first = band.token_scale_offset;
+  if (layout.channel_scale && layout.channel_scale_offset < first) first = layout.channel_scale_offset;
+  for (uint32_t at = first & ~63u; at < layout.tile_bytes; at += 64) __builtin_prefetch(next + at);
+}
 
 template <int kFormat>
 HWY_INLINE Planes advance(Planes planes, int octets) {
@@ -149,7 +166,8 @@ void unpack(Planes planes, int octets, uint8_t* out) {
 }
 
 // Written pointer by pointer: a 16-byte copy of 8-byte stores would wait for them to leave the store queue.
-HWY_INLINE void planes_of(const BandLayout& band, const std::byte* tile, Planes* out) {
+HWY_INLINE void planes_of(const BandLayout& band, const std::byte* tile, const std::byte* next, Planes* out) {
+  out->ahead = next - tile;
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(tile);
   out->p[0] = bytes + plane_offset_of(band, 0);
   out->p[1] = bytes + plane_offset_of(band, 1);
@@ -158,7 +176,7 @@ HWY_INLINE void planes_of(const BandLayout& band, const std::byte* tile, Planes*
 
 void unpack_band(const BandLayout& band, const std::byte* tile, int octets, uint8_t* out) {
   Planes planes;
-  planes_of(band, tile, &planes);
+  planes_of(band, tile, tile, &planes);
   switch (band.bits) {
     case 2:
       return unpack<2>(planes, octets, out);

@@ -70,6 +70,8 @@ HWY_INLINE void value_sums(Planes (&planes)[kVectors], const uint8_t* const* wei
                            I (&total)[kTermRows][kVectors]) {
   clear(total);
   for (int o = 0; o < 2; ++o) {
+    KVANT_UNROLL
+    for (int i = 0; i < kVectors; ++i) prefetch_octet<kFormat>(planes[i]);
     value_octet<kFormat, kWidth, kTermRows, kVectors>(planes, weights, o, total);
     KVANT_UNROLL
     for (int i = 0; i < kVectors; ++i) planes[i] = advance<kFormat>(planes[i], 1);
@@ -282,8 +284,8 @@ struct ValueTile {
   ValueBand bands[kMaxBands];
 };
 
-void open_bands(const TileLayout& layout, const std::byte* tile, bool unpack, std::byte* workspace,
-                ValueTile* out) {
+void open_bands(const TileLayout& layout, const std::byte* tile, const std::byte* next, bool unpack,
+                std::byte* workspace, ValueTile* out) {
   uint8_t* unpacked = reinterpret_cast<uint8_t*>(workspace);
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = bands_of(layout)[b];
@@ -292,11 +294,12 @@ void open_bands(const TileLayout& layout, const std::byte* tile, bool unpack, st
     shared.first_channel = band.first_channel;
     shared.channels = band.channels;
     shared.mid = mid_of(layout, band.bits);
-    planes_of(band, tile, &shared.planes);
+    planes_of(band, tile, next, &shared.planes);
     shared.unpacked = unpack && band.bits != 8;
     if (shared.unpacked) {
       unpack_band(band, tile, band.stored_channels / 8, unpacked);
       shared.planes.p[0] = unpacked;
+      shared.planes.ahead = 0;
       unpacked += band.stored_channels * kPageTokens;
     }
     expand_token_scales(layout, band, tile, shared.token_scale);
@@ -339,8 +342,9 @@ void pv_row_block(const ValueTile& tile, const float* const* w, float* const* ac
   }
 }
 
-void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weights, int rows,
-             const uint64_t* live, float* acc, std::byte* workspace) {
+void pv_tile(const TileLayout& layout, const std::byte* tile, const std::byte* next, const float* weights,
+             int rows, const uint64_t* live, float* acc, std::byte* workspace) {
+  prefetch_metadata(layout, next);
   LiveRows live_rows;
   find_live_rows(live, rows, &live_rows);
   if (live_rows.count == 0) return;
@@ -354,7 +358,7 @@ void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weigh
   shared.token_lows = has_token_low(layout);
   shared.channel_scale = layout.channel_scale ? channel_scale : nullptr;
   shared.channel_centre = layout.channel_centre ? channel_centre : nullptr;
-  open_bands(layout, tile, live_rows.count > kUnpackRows, workspace, &shared);
+  open_bands(layout, tile, next, live_rows.count > kUnpackRows, workspace, &shared);
   for (int first = 0; first < live_rows.count; first += 4) {
     const int count = live_rows.count - first < 4 ? live_rows.count - first : 4;
     const float* w[4];

@@ -70,12 +70,14 @@ HWY_INLINE void key_sums(Planes planes, int octets, const int8_t* const* q, I (&
   clear(total);
   if constexpr (kDirectDot) {
     for (int o = 0; o < octets; ++o) {
+      prefetch_octet<kFormat>(planes);
       key_quad<kFormat, kTermRows, kGroups, 0, kGroup>(planes, q, o, total);
       key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, total);
       planes = advance<kFormat>(planes, 1);
     }
   } else if constexpr (kSteps <= 2) {
     for (int o = 0; o < octets; ++o) {
+      prefetch_octet<kFormat>(planes);
       folded_key_octet<kFormat, kSteps, kTermRows, kGroups, kGroup>(planes, q, o, total);
       planes = advance<kFormat>(planes, 1);
     }
@@ -85,6 +87,7 @@ HWY_INLINE void key_sums(Planes planes, int octets, const int8_t* const* q, I (&
       Partial sum[kTermRows][kGroups];
       clear(sum);
       for (; o < end; ++o) {
+        prefetch_octet<kFormat>(planes);
         key_quad<kFormat, kTermRows, kGroups, 0, kGroup>(planes, q, o, sum);
         key_quad<kFormat, kTermRows, kGroups, 1, kGroup>(planes, q, o, sum);
         planes = advance<kFormat>(planes, 1);
@@ -179,19 +182,20 @@ KeyBlockFunction key_block_function(int bits, bool unpacked, int rows) {
   }
 }
 
-void qk_band(const TileLayout& layout, int b, const std::byte* tile, const PreparedQueries& q,
-             const LiveRows& live, float* logits) {
+void qk_band(const TileLayout& layout, int b, const std::byte* tile, const std::byte* next,
+             const PreparedQueries& q, const LiveRows& live, float* logits) {
   const BandLayout& band = bands_of(layout)[b];
   alignas(64) uint8_t unpacked_codes[kMaxHeadDim * kPageTokens];
   alignas(64) float token_scale[kPageTokens];
   alignas(64) float token_low[kPageTokens];
   KeyBlock block;
   block.octets = band.channels / 8;
-  planes_of(band, tile, &block.planes);
+  planes_of(band, tile, next, &block.planes);
   const bool unpacked = live.count > kUnpackRows && band.bits != 8;
   if (unpacked) {
     unpack_band(band, tile, block.octets, unpacked_codes);
     block.planes.p[0] = unpacked_codes;
+    block.planes.ahead = 0;
   }
   expand_token_scales(layout, band, tile, token_scale);
   block.token_scale = token_scale;
@@ -242,8 +246,9 @@ void start_logits(const TileLayout& layout, const int* row, const float* q, cons
   }
 }
 
-void qk_tile(const TileLayout& layout, const std::byte* tile, const PreparedQueries& q, const float* base,
-             const uint64_t* live, float* logits) {
+void qk_tile(const TileLayout& layout, const std::byte* tile, const std::byte* next, const PreparedQueries& q,
+             const float* base, const uint64_t* live, float* logits) {
+  prefetch_metadata(layout, next);
   LiveRows live_rows;
   find_live_rows(live, q.rows, &live_rows);
   alignas(64) float channel_scale[kMaxHeadDim + kLanes];
@@ -273,7 +278,7 @@ void qk_tile(const TileLayout& layout, const std::byte* tile, const PreparedQuer
       quantize_queries(layout, b, rows, channel_scale, q);
     }
   }
-  for (int b = 0; b < layout.n_bands; ++b) qk_band(layout, b, tile, q, live_rows, logits);
+  for (int b = 0; b < layout.n_bands; ++b) qk_band(layout, b, tile, next, q, live_rows, logits);
 }
 
 }  // namespace

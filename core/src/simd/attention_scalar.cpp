@@ -126,8 +126,8 @@ void fold_channel_scales(const TileLayout& layout, const std::byte* tile, int r,
   }
 }
 
-void qk_tile(const TileLayout& layout, const std::byte* tile, const PreparedQueries& q, const float* base,
-             const uint64_t* live, float* logits) {
+void qk_tile(const TileLayout& layout, const std::byte* tile, const std::byte*, const PreparedQueries& q,
+             const float* base, const uint64_t* live, float* logits) {
   for (int r = 0; r < q.rows; ++r) {
     if (live[r] == 0) continue;
     if (layout.channel_scale) fold_channel_scales(layout, tile, r, q);
@@ -260,8 +260,8 @@ QuantizedWeights quantize_weights(const TileLayout& layout, const BandLayout& ba
   return out;
 }
 
-void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weights, int rows,
-             const uint64_t* live, float* acc, std::byte*) {
+void pv_tile(const TileLayout& layout, const std::byte* tile, const std::byte*, const float* weights,
+             int rows, const uint64_t* live, float* acc, std::byte*) {
   for (int r = 0; r < rows; ++r) {
     if (live[r] == 0) continue;
     const float* w = weights + static_cast<size_t>(r) * kPageTokens;

@@ -49,8 +49,11 @@ struct RowState {
 struct AttentionKernels {
   void (*prepare_queries)(const TileLayout& key_layout, const float* q, int rows, PreparedQueries* out);
   // logits[r * 64 + t] = q_r . k_t over the tile, base[r] added. Rows with live[r] == 0 may be skipped.
-  void (*qk_tile)(const TileLayout& layout, const std::byte* tile, const PreparedQueries& q,
-                  const float* base, const uint64_t* live, float* logits);
+  // `next`: the tile of this layout that will be read after this one; its lines are prefetched as those of
+  // `tile` are used. Pages lie anywhere in memory, and asking for a whole tile at once would stall on the
+  // line-fill buffers. `tile` itself when there is none.
+  void (*qk_tile)(const TileLayout& layout, const std::byte* tile, const std::byte* next,
+                  const PreparedQueries& q, const float* base, const uint64_t* live, float* logits);
   // Exact rows: `count` <= 64 rows of f16 (or bf16) words, `stride` words apart. base is not added.
   void (*qk_rows)(const uint16_t* k, size_t stride, int count, bool bf16, int head_dim, const float* q,
                   int rows, const uint64_t* live, float* logits);
@@ -65,8 +68,8 @@ struct AttentionKernels {
   // acc[r * value_dim ..] = acc * rescale[r] for rows with live[r] != 0 and rescale[r] != 1.
   void (*rescale)(float* acc, int value_dim, int rows, const uint64_t* live, const float* rescale);
   // acc += weights x values. workspace: pv_workspace_bytes(rows).
-  void (*pv_tile)(const TileLayout& layout, const std::byte* tile, const float* weights, int rows,
-                  const uint64_t* live, float* acc, std::byte* workspace);
+  void (*pv_tile)(const TileLayout& layout, const std::byte* tile, const std::byte* next,
+                  const float* weights, int rows, const uint64_t* live, float* acc, std::byte* workspace);
   void (*pv_rows)(const uint16_t* v, size_t stride, int count, bool bf16, int value_dim, const float* weights,
                   int rows, const uint64_t* live, float* acc);
   void (*pv_floats)(const float* v, int count, int value_dim, const float* weights, int rows,

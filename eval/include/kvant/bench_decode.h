@@ -1,4 +1,5 @@
-// End-to-end speed on a model whose cache is filled: kvant's schemes and llama.cpp's cache types side by side.
+// End-to-end speed on a model whose cache is filled: kvant's schemes and llama.cpp's cache types side by
+// side.
 #pragma once
 
 #include <functional>
@@ -16,10 +17,10 @@ struct BenchDecodeOptions {
   std::vector<Candidate> caches;
   std::vector<int> depths = {0, 4096};
   int threads = 2;
-  int rounds = 5;         // interleaved over caches; the median of all steps counts
-  int round_tokens = 8;   // decode steps of one cache in one round
+  int rounds = 5;            // interleaved over caches; the median of all steps counts
+  int round_tokens = 8;      // decode steps of one cache in one round
   int prefill_tokens = 512;  // one batch at each depth; 0: not measured
-  ggml::Options kvant;    // the scheme is replaced by each candidate's
+  ggml::Options kvant;       // the scheme is replaced by each candidate's
   std::function<void(double share, const std::string& what)> progress;
   std::function<bool()> cancelled;
 };
@@ -29,17 +30,17 @@ struct DecodeRow {
   int depth = 0;
   double decode_tok_s = 0;
   double prefill_tok_s = 0;
-  bool flash_attention = true;   // llama.cpp's f16: the faster of the two settings, for decoding
-  size_t cache_bytes = 0;        // everything counted
+  bool flash_attention = true;  // llama.cpp's f16: the faster of the two settings, for decoding
+  size_t cache_bytes = 0;       // everything counted
 };
 
-// Contexts are filled to a depth by prefilling 512 tokens and repeating their cache rows, through llama.cpp's own
-// sequence state: filling 32k tokens by prefill would take most of an hour with a quantized llama.cpp cache, and speed
-// does not depend on what the rows say.
+// Contexts are filled to a depth by prefilling 512 tokens and repeating their cache rows, through llama.cpp's
+// own sequence state: filling 32k tokens by prefill would take most of an hour with a quantized llama.cpp
+// cache, and speed does not depend on what the rows say.
 Status bench_decode(const BenchDecodeOptions& options, std::vector<DecodeRow>* out);
 
-// A sequence state of llama.cpp (one stream, no position extensions) with its cells repeated until there are `tokens`
-// of them, at positions 0 .. tokens - 1. kCorrupt: not such a state.
+// A sequence state of llama.cpp (one stream, no position extensions) with its cells repeated until there are
+// `tokens` of them, at positions 0 .. tokens - 1. kCorrupt: not such a state.
 Result<std::vector<uint8_t>> repeat_state(const std::vector<uint8_t>& state, int tokens);
 
 }  // namespace kvant::eval

@@ -1,9 +1,9 @@
-// Calibration of a model: a basis per layer, KV head and side, kept as a GGUF file that is found by the model's
-// fingerprint. Made by `kvant calibrate`, read by the backend.
+// Calibration of a model: a basis per layer, KV head and side, kept as a GGUF file that is found by the
+// model's fingerprint. Made by `kvant calibrate`, read by the backend.
 //
 // File: metadata kvant.version, kvant.fingerprint, kvant.model, kvant.text_hash, kvant.tokens; tensors
-// kvant.{key,value}.<layer> of shape [dim, dim, heads] (binary16, row i of head h is the i-th basis vector) and
-// kvant.centre.<layer> of shape [key_dim, heads] (f32).
+// kvant.{key,value}.<layer> of shape [dim, dim, heads] (binary16, row i of head h is the i-th basis vector)
+// and kvant.centre.<layer> of shape [key_dim, heads] (f32).
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ namespace kvant::ggml {
 
 struct Calibration {
   uint64_t fingerprint = 0;
-  std::string model;      // name in the model file, for messages
-  uint64_t text_hash = 0; // XXH3-64 of the calibration text
+  std::string model;       // name in the model file, for messages
+  uint64_t text_hash = 0;  // XXH3-64 of the calibration text
   int64_t tokens = 0;
   std::map<int, LayerCalibration> layers;  // by layer number in the model
 };

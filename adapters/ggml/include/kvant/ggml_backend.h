@@ -16,20 +16,23 @@ namespace kvant::ggml {
 // What stock programs set through KVANT_* variables and kvant sets through configure(). Applies to caches
 // that are created afterwards.
 struct Options {
-  std::string scheme = "kv4";        // KVANT_KV
+  std::string scheme = "kv4";                       // KVANT_KV
   AttentionPath attention = AttentionPath::kFused;  // KVANT_ATTENTION=fused|dequant
-  std::string isa = {};              // KVANT_ISA; empty: the best of this CPU
-  std::string recipe = {};           // KVANT_RECIPE: calibration folder or file; empty: look in the cache dir
-  bool strict = false;               // KVANT_STRICT=1: requested != effective is an error
-  bool quiet = false;                // KVANT_QUIET=1: no lines on stderr
-  size_t limit_bytes = SIZE_MAX;     // KVANT_LIMIT_MIB
+  std::string isa = {};                             // KVANT_ISA; empty: the best of this CPU
+  std::string recipe = {};        // KVANT_RECIPE: calibration folder or file; empty: look in the cache dir
+  bool strict = false;            // KVANT_STRICT=1: requested != effective is an error
+  bool quiet = false;             // KVANT_QUIET=1: no lines on stderr
+  size_t limit_bytes = SIZE_MAX;  // KVANT_LIMIT_MIB
 };
 
-// Registered once with ggml_backend_register(); ggml's CPU backend must be registered before the device is used.
-// Functions by name (ggml_backend_reg_get_proc_address), for programs that load the module themselves:
-//   kvant_configure    const char* (*)(const char* text)   "kv=kv4,w=256;attention=fused;isa=avx2;strict=1"; null or
-//                                                          the error, valid until the next call of this thread
-//   kvant_report_json  const char* (*)(void)               report_json(), valid until the next call of this thread
+// Registered once with ggml_backend_register(); ggml's CPU backend must be registered before the device is
+// used. Functions by name (ggml_backend_reg_get_proc_address), for programs that load the module themselves:
+//   kvant_configure    const char* (*)(const char* text)   "kv=kv4,w=256;attention=fused;isa=avx2;strict=1";
+//   null or
+//                                                          the error, valid until the next call of this
+//                                                          thread
+//   kvant_report_json  const char* (*)(void)               report_json(), valid until the next call of this
+//   thread
 ggml_backend_reg_t backend_reg();
 // Whether the ggml that runs is the one this was built for; the message names both versions.
 Status check_ggml();
@@ -47,10 +50,10 @@ struct CacheReport {
   int n_streams = 0;
   int window = 0;
   int sinks = 0;
-  int used_slots = 0;             // slots that hold something
+  int used_slots = 0;  // slots that hold something
   MemoryReport memory;
   size_t peak_bytes = 0;
-  size_t engine_bytes = 0;        // f16 address space of layers that stay llama.cpp's (see their `reason`)
+  size_t engine_bytes = 0;  // f16 address space of layers that stay llama.cpp's (see their `reason`)
   uint64_t pairs_total = 0, pairs_quantized = 0, pairs_quantized_v = 0;
   uint64_t sealed_tiles = 0;
   std::string isa;
@@ -59,8 +62,8 @@ struct CacheReport {
 std::vector<CacheReport> report();
 void reset_counters();
 
-// Why the last graph that failed could not be computed, of any stream; ok when none failed since the last call. Engines
-// only see that a graph failed.
+// Why the last graph that failed could not be computed, of any stream; ok when none failed since the last
+// call. Engines only see that a graph failed.
 Status take_error();
 // What report() says, as one JSON object: {"version":1,"caches":[...]}; docs/backend.md lists the fields.
 std::string report_json();
