@@ -1,7 +1,6 @@
 #include "kvant/bench_attention.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -16,15 +15,12 @@
 #include "kvant/isa.h"
 #include "kvant/llama_session.h"
 #include "kvant/slot_cache.h"
+#include "timing.h"
 
 namespace kvant::eval {
 namespace {
 
 constexpr double kErrorBound = 0.02;
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Gaussian rows with a few strong channels and a spread of norms, as keys have. One page is drawn and reused
 // with a sign pattern per page: drawing gigabytes would take longer than measuring.
@@ -353,11 +349,6 @@ struct Timed {
   std::vector<double> seconds;
   double error = 0;
 };
-
-double median(std::vector<double> v) {
-  std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
-  return v[v.size() / 2];
-}
 
 Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu, AttentionBench* out) {
   std::vector<Timed> timed;

@@ -1,24 +1,15 @@
 #include "kvant/bench_decode.h"
 
 #include <algorithm>
-#include <chrono>
 #include <memory>
 
 #include "kvant/llama_session.h"
+#include "timing.h"
 
 namespace kvant::eval {
 namespace {
 
 constexpr int kSeedTokens = 512;
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double median(std::vector<double> v) {
-  std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
-  return v[v.size() / 2];
-}
 
 struct Subject {
   const Candidate* candidate = nullptr;

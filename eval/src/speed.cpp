@@ -3,18 +3,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
+
+#include "timing.h"
 
 namespace kvant::eval {
 namespace {
 
 constexpr int kStep = 512;
 constexpr int kWarmUp = 32;
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 size_t resident_bytes() {
   long pages = 0, resident = 0;
@@ -52,8 +49,7 @@ Status timed_run(Context* context, std::span<const llama_token> tokens, int deco
     times.push_back(now_seconds() - t);
     progress->step(4, what);
   }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  out->decode_tok_s = 1.0 / times[times.size() / 2];
+  out->decode_tok_s = 1.0 / median(times);
   return {};
 }
 
