@@ -1,6 +1,7 @@
 // Words that every layer uses: sides, page size, strong ids, the shape of one layer.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 
