@@ -1,7 +1,8 @@
 #include "kvant/candidate.h"
 
 #include <algorithm>
-#include <numeric>
+
+#include "kvant/edit_distance.h"
 
 namespace kvant::eval {
 namespace {
@@ -26,21 +27,6 @@ Result<ggml_type> parse_type(std::string_view text, std::string_view whole) {
   return Status(Code::kInvalidArgument, "'" + std::string(whole) + "': '" + std::string(text) +
                                             "' is not a cache type of llama.cpp; nearest is " +
                                             nearest(text, names));
-}
-
-size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t above = row[j];
-      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0 : 1)});
-      diagonal = above;
-    }
-  }
-  return row[b.size()];
 }
 
 // The scheme with one side exact. A registered name keeps its name, because what it stands for depends on

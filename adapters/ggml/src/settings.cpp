@@ -6,10 +6,10 @@
 #include <cstring>
 #include <filesystem>
 #include <mutex>
-#include <numeric>
 #include <string_view>
 #include <vector>
 
+#include "kvant/edit_distance.h"
 #include "kvant/isa.h"
 #include "kvant/layer_scheme.h"
 
@@ -24,21 +24,6 @@ Options current_options;
 constexpr std::string_view kVariables[] = {"KVANT_KV",       "KVANT_ATTENTION", "KVANT_ISA",
                                            "KVANT_RECIPE",   "KVANT_STRICT",    "KVANT_QUIET",
                                            "KVANT_LIMIT_MIB"};
-
-size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t above = row[j];
-      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0 : 1)});
-      diagonal = above;
-    }
-  }
-  return row[b.size()];
-}
 
 template <typename Values>
 std::string_view nearest(std::string_view text, const Values& values) {

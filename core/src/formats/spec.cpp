@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "formats/family.h"
+#include "kvant/edit_distance.h"
 
 namespace kvant {
 namespace {
@@ -16,27 +17,12 @@ struct ScaleName {
 constexpr ScaleName kScaleNames[] = {
     {":s4", ScaleType::kLog4}, {":s8", ScaleType::kLog8}, {":s16", ScaleType::kE6M10}};
 
-int edit_distance(std::string_view a, std::string_view b) {
-  std::vector<int> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int>(j);
-  for (size_t i = 1; i <= a.size(); ++i) {
-    int diagonal = row[0];
-    row[0] = static_cast<int>(i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const int replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row[b.size()];
-}
-
 std::string nearest_name(std::string_view name) {
   std::string_view best;
-  int best_distance = 0;
+  size_t best_distance = 0;
   for (const FormatFamily* family : all_families()) {
     for (std::string_view example : family->examples) {
-      const int distance = edit_distance(name.substr(0, 32), example);
+      const size_t distance = edit_distance(name.substr(0, 32), example);
       if (best.empty() || distance < best_distance) {
         best = example;
         best_distance = distance;
