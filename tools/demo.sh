@@ -9,7 +9,7 @@ demo_table() {
   fi
   # Most of the time is llama.cpp's: attention on its quantized caches. Short enough for six minutes on two cores.
   "$kvant" eval -m "$(model_file)" -f "$(text_file evaluation)" --filler "$(text_file calibration)" -t "$JOBS" \
-    -c 1152 --speed-depth 1024 \
+    -c 1024 --speed-depth 1024 \
     --kv 'llama:f16,llama:q8_0,llama:q5_0,llama:q4_0,exact,kv8,kv4'
 }
 

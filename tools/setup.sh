@@ -109,11 +109,14 @@ setup_model() {
 # --- text ------------------------------------------------------------------------------------------------------
 
 # The archive may be unpacked by another user than root; the packages are only unpacked, never installed.
+PACKAGES_TEXT="jargon-text developers-reference libpython3.11-stdlib"
 fetch_debs() {
   cd "$1" || return 1
-  apt-get -o APT::Sandbox::User="$(id -un)" download jargon-text developers-reference 2>&1 || {
+  # shellcheck disable=SC2086
+  apt-get -o APT::Sandbox::User="$(id -un)" download $PACKAGES_TEXT 2>&1 || {
     apt_update
-    apt-get -o APT::Sandbox::User="$(id -un)" download jargon-text developers-reference
+    # shellcheck disable=SC2086
+    apt-get -o APT::Sandbox::User="$(id -un)" download $PACKAGES_TEXT
   }
   local deb
   for deb in *.deb; do dpkg-deb -x "$deb" "${deb%%_*}"; done
@@ -131,7 +134,7 @@ for line in sys.stdin.buffer.read().decode("utf-8").splitlines():
 }
 
 make_text() {
-  local scratch="$1" chapter
+  local scratch="$1" chapter module
   mkdir "$scratch/debs"
   (fetch_debs "$scratch/debs")
   # Calibration: the Jargon File from its first chapter on (the table of contents goes).
@@ -141,14 +144,19 @@ make_text() {
   for chapter in scope new-maintainer developer-duties resources pkgs best-pkging-practices beyond-pkging l10n tools; do
     cat "$scratch/debs/developers-reference/usr/share/developers-reference/_sources/$chapter.rst.txt"
   done | drop_rules >"$scratch/evaluation.txt"
+  # A second evaluation text of another kind: program source.
+  for module in statistics dataclasses shutil; do
+    cat "$scratch/debs/libpython3.11-stdlib/usr/lib/python3.11/$module.py"
+  done >"$scratch/code.txt"
   rm -rf "$scratch/debs"
-  [ "$(wc -c <"$scratch/calibration.txt")" -gt 1000000 ] && [ "$(wc -c <"$scratch/evaluation.txt")" -gt 250000 ]
+  [ "$(wc -c <"$scratch/calibration.txt")" -gt 1000000 ] && [ "$(wc -c <"$scratch/evaluation.txt")" -gt 250000 ] &&
+    [ "$(wc -c <"$scratch/code.txt")" -gt 100000 ]
 }
 
 # Debian may ship a newer text one day: that is worth a warning (figures will differ a little), not a stop.
 warn_if_text_differs() {
   local name want have
-  for name in evaluation calibration; do
+  for name in evaluation code calibration; do
     want="$(awk -v n="$name.txt" '$2 == n { print $1 }' "$KVANT_ROOT/tools/text.sha256")"
     have="$(sha256sum "$(text_file "$name")" | cut -d' ' -f1)"
     [ "$want" = "$have" ] ||
@@ -157,8 +165,11 @@ warn_if_text_differs() {
 }
 
 setup_text() {
-  [ ! -d "$KVANT_HOME/text" ] || return 0
-  step "text from Debian packages" "$KVANT_HOME/logs/text.log" unpack "$KVANT_HOME/text" make_text
+  [ ! -f "$(text_file code)" ] || return 0
+  rm -rf "$KVANT_HOME/text.new"
+  step "text from Debian packages" "$KVANT_HOME/logs/text.log" unpack "$KVANT_HOME/text.new" make_text
+  rm -rf "$KVANT_HOME/text"
+  mv "$KVANT_HOME/text.new" "$KVANT_HOME/text"
   warn_if_text_differs
 }
 
