@@ -7,6 +7,7 @@ namespace kvant::ggml {
 
 Result<std::optional<Calibration>> find_calibration(const Options& options, uint64_t fingerprint) {
   namespace fs = std::filesystem;
+  if (options.recipe == kNoRecipe) return std::optional<Calibration>();
   std::error_code error;
   const bool named = !options.recipe.empty();
   fs::path path = named ? fs::path(options.recipe) : fs::path(calibration_path(fingerprint));

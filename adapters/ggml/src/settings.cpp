@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "calibration_lookup.h"
 #include "kvant/edit_distance.h"
 #include "kvant/isa.h"
 #include "kvant/layer_scheme.h"
@@ -110,7 +111,7 @@ Status check_spelling() {
 
 Status configure(const Options& options) {
   std::error_code error;
-  const bool recipe = !options.recipe.empty();
+  const bool recipe = !options.recipe.empty() && options.recipe != kNoRecipe;
   Result<Scheme> scheme = parse_scheme(options.scheme, recipe);
   if (!scheme.ok())
     return {scheme.status().code(), "KVANT_KV=" + options.scheme + ": " + scheme.status().message()};

@@ -44,6 +44,7 @@ void note_overrides(const CacheFlags& flags, std::vector<std::string>* out) {
   };
   note("KVANT_ATTENTION", !flags.attention.empty(), "--attention " + flags.attention);
   note("KVANT_ISA", !flags.isa.empty(), "--isa " + flags.isa);
+  note("KVANT_RECIPE", !flags.recipe.empty(), "--recipe " + flags.recipe);
   note("KVANT_STRICT", flags.strict, "--strict");
   note("KVANT_LIMIT_MIB", flags.limit_mib > 0, fmt::format("--limit {}", flags.limit_mib));
 }
@@ -136,6 +137,10 @@ void add_cache_flags(CLI::App* app, CacheFlags* flags) {
   app->add_option("--isa", flags->isa, "force an instruction set (default: the best of this CPU)")
       ->check(one_of(isas))
       ->group(group);
+  app->add_option("--recipe", flags->recipe,
+                  "calibration file, a folder of them, or none (default: where `kvant calibrate` writes)")
+      ->type_name("PATH|none")
+      ->group(group);
   app->add_flag("--strict", flags->strict, "what runs must be what was asked for, in every layer")
       ->group(group);
   app->add_option("--limit", flags->limit_mib, "most MiB for each cache")
@@ -152,6 +157,7 @@ Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<st
     base.attention = flags.attention == "fused" ? AttentionPath::kFused : AttentionPath::kDequantize;
   }
   if (!flags.isa.empty()) base.isa = flags.isa;
+  if (!flags.recipe.empty()) base.recipe = flags.recipe;
   if (flags.strict) base.strict = true;
   if (flags.limit_mib > 0) base.limit_bytes = static_cast<size_t>(flags.limit_mib) << 20;
   // The command prints its own summary; errors are shown anyway.

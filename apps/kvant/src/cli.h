@@ -43,6 +43,7 @@ struct CacheFlags {
   int sinks = -1;
   std::string attention;  // empty: the environment's
   std::string isa;
+  std::string recipe;
   bool strict = false;
   long long limit_mib = 0;  // 0: the environment's
 };

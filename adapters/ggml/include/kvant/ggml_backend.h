@@ -19,7 +19,7 @@ struct Options {
   std::string scheme = "kv4";                       // KVANT_KV
   AttentionPath attention = AttentionPath::kFused;  // KVANT_ATTENTION=fused|dequant
   std::string isa = {};                             // KVANT_ISA; empty: the best of this CPU
-  std::string recipe = {};        // KVANT_RECIPE: calibration folder or file; empty: look in the cache dir
+  std::string recipe = {};        // KVANT_RECIPE: calibration file, folder, "none"; empty: the cache dir
   bool strict = false;            // KVANT_STRICT=1: requested != effective is an error
   bool quiet = false;             // KVANT_QUIET=1: no lines on stderr
   size_t limit_bytes = SIZE_MAX;  // KVANT_LIMIT_MIB
