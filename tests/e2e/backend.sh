@@ -66,6 +66,7 @@ gemma="$home/model/gemma/gemma-3-270m-q4_k_m.gguf"
 if [ -f "$gemma" ]; then
   rm -f "$KVANT_TEST_DIR/base.kld"
   gemma32="$(f32_of "$gemma")"
+  "$KVANT_BIN/kvant_backend_test" "$gemma32" "$text" greedy
   compare_kl "$gemma32" exact 0.00001
   said "18 layers"
 else
