@@ -12,6 +12,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include "error_model.h"
 #include "ggml.h"
 #include "gguf.h"
 #include "llama.h"
@@ -25,6 +26,7 @@ using Vector = Eigen::VectorXd;
 // Sums over tokens of one head's vectors.
 struct Moments {
   int64_t n = 0;
+  float largest = 0;
   Vector sum;
   Matrix outer;
   void add(const Eigen::MatrixXf& columns) {  // [dim][tokens]
@@ -34,6 +36,7 @@ struct Moments {
       outer = Matrix::Zero(x.rows(), x.rows());
     }
     n += x.cols();
+    largest = std::max(largest, columns.cwiseAbs().maxCoeff());
     sum += x.rowwise().sum();
     outer.noalias() += x * x.transpose();
   }
@@ -44,8 +47,10 @@ struct Moments {
 
 struct LayerMoments {
   int key_dim = 0, value_dim = 0;
-  std::vector<Moments> keys, values;  // [n_kv_heads]
-  std::vector<Moments> queries;       // [n_kv_heads], over the query heads that share it
+  std::vector<Moments> keys, values;                      // [n_kv_heads]
+  std::vector<Moments> queries;                           // [n_kv_heads], over the query heads that share it
+  std::vector<Eigen::MatrixXf> key_sample, value_sample;  // [n_kv_heads], vectors of the newest chunk
+  double logit_scale = 1;                                 // softmax scale of the layer
 };
 
 // Sees every attention node of the graph while the text runs through the model.
@@ -84,9 +89,16 @@ class Collector {
     m.keys.resize(kv_heads);
     m.values.resize(kv_heads);
     m.queries.resize(kv_heads);
+    m.key_sample.resize(kv_heads);
+    m.value_sample.resize(kv_heads);
+    float logit_scale = 1;
+    std::memcpy(&logit_scale, t->op_params, sizeof logit_scale);
+    m.logit_scale = static_cast<double>(logit_scale);
     for (int64_t h = 0; h < kv_heads; ++h) {
-      m.keys[h].add(cache_columns(t->src[1], h, first_ + skip, n_tokens - skip));
-      m.values[h].add(cache_columns(t->src[2], h, first_ + skip, n_tokens - skip));
+      m.key_sample[h] = cache_columns(t->src[1], h, first_ + skip, n_tokens - skip);
+      m.value_sample[h] = cache_columns(t->src[2], h, first_ + skip, n_tokens - skip);
+      m.keys[h].add(m.key_sample[h]);
+      m.values[h].add(m.value_sample[h]);
       for (int64_t g = 0; g < group; ++g) {
         Eigen::MatrixXf x(q->ne[0], n_tokens - skip);
         for (int64_t i = 0; i < x.cols(); ++i) {
@@ -254,21 +266,52 @@ Status run_text(llama_model* model, const CalibrateOptions& options, const std::
   return {};
 }
 
-std::shared_ptr<const CalibratedBasis> make_basis(const Matrix& covariance, const Matrix& weight,
-                                                  double ridge, const Vector* mean) {
+// `weight` is what the basis is made for; `cost_scale` brings e^T weight e to the units of ErrorModel.
+std::shared_ptr<const CalibratedBasis> make_basis(HeadStatistics* head, double cost_scale, double ridge,
+                                                  bool centred) {
   auto basis = std::make_shared<CalibratedBasis>();
-  basis->dim = static_cast<int>(covariance.rows());
-  basis->forward = closed_form(covariance, weight, ridge);
-  if (mean != nullptr) {
-    const Eigen::VectorXf mu = mean->cast<float>();
+  basis->dim = static_cast<int>(head->covariance.rows());
+  basis->forward = closed_form(head->covariance, head->weight, ridge);
+  if (centred) {
+    const Eigen::VectorXf mu = head->mean.cast<float>();
     basis->centre.assign(mu.data(), mu.data() + mu.size());
   }
+  head->weight *= cost_scale;
+  basis->error = make_error_model(*head, *basis);
   return basis;
+}
+
+HeadStatistics statistics_of(const Moments& m, const Matrix& weight, const Eigen::MatrixXf& sample) {
+  return {.covariance = m.covariance(),
+          .second_moment = m.second_moment(),
+          .mean = m.mean(),
+          .weight = weight,
+          .sample = sample,
+          .largest = m.largest};
+}
+
+void add_layer(int layer, const LayerMoments& m, const OutputWeights& output, double ridge,
+               CalibrationResult* out) {
+  const int kv_heads = static_cast<int>(m.keys.size());
+  const int group = static_cast<int>(m.queries[0].n / m.keys[0].n);
+  const std::vector<Matrix> value_weight = output.value_weights(layer, kv_heads, group, m.value_dim);
+  LayerCalibration& c = out->calibration.layers[layer];
+  for (int h = 0; h < kv_heads; ++h) {
+    HeadStatistics keys = statistics_of(m.keys[h], m.queries[h].second_moment(), m.key_sample[h]);
+    c.key.push_back(make_basis(&keys, m.logit_scale * m.logit_scale, ridge, true));
+    find_outliers(keys, Side::kKey, layer, h, &out->outliers);
+  }
+  for (int h = 0; h < kv_heads; ++h) {
+    HeadStatistics values = statistics_of(m.values[h], value_weight[h], m.value_sample[h]);
+    const double output_power = (values.second_moment * values.weight).trace();
+    c.value.push_back(make_basis(&values, output_power > 0 ? 1 / output_power : 0, ridge, false));
+    find_outliers(values, Side::kValue, layer, h, &out->outliers);
+  }
 }
 
 }  // namespace
 
-Result<ggml::Calibration> calibrate(const CalibrateOptions& options) {
+Result<CalibrationResult> calibrate(const CalibrateOptions& options) {
   if (options.window_tokens < 256 || options.tokens < options.window_tokens) {
     return Status(Code::kInvalidArgument, "calibration tokens: at least one window of 256 tokens is needed");
   }
@@ -290,7 +333,8 @@ Result<ggml::Calibration> calibrate(const CalibrateOptions& options) {
   Collector collector(options.skip_tokens);
   KVANT_RETURN_IF_ERROR(run_text(model.get(), options, tokens.value(), &collector));
 
-  ggml::Calibration calibration;
+  CalibrationResult result;
+  ggml::Calibration& calibration = result.calibration;
   calibration.fingerprint = fingerprint.value();
   calibration.text_hash = XXH3_64bits(options.text.data(), options.text.size());
   calibration.tokens = static_cast<int64_t>(tokens.value().size());
@@ -300,21 +344,13 @@ Result<ggml::Calibration> calibrate(const CalibrateOptions& options) {
   const OutputWeights output(options.model_path);
   for (auto& [layer, m] : collector.layers()) {
     if (m.key_dim > kMaxHeadDim || m.value_dim > kMaxHeadDim) continue;
-    const int kv_heads = static_cast<int>(m.keys.size());
-    const int group = static_cast<int>(m.queries[0].n / m.keys[0].n);
-    const std::vector<Matrix> value_weight = output.value_weights(layer, kv_heads, group, m.value_dim);
-    LayerCalibration& c = calibration.layers[layer];
-    for (int h = 0; h < kv_heads; ++h) {
-      const Vector mu = m.keys[h].mean();
-      c.key.push_back(make_basis(m.keys[h].covariance(), m.queries[h].second_moment(), options.ridge, &mu));
-      c.value.push_back(make_basis(m.values[h].covariance(), value_weight[h], options.ridge, nullptr));
-    }
+    add_layer(layer, m, output, options.ridge, &result);
   }
   if (calibration.layers.empty()) {
     return Status(Code::kUnsupported,
                   options.model_path + ": no layer uses a key/value cache that kvant handles");
   }
-  return calibration;
+  return result;
 }
 
 }  // namespace kvant::eval

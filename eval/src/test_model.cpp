@@ -230,6 +230,7 @@ void Writer::add_tensors() {
 }  // namespace
 
 Status write_test_model(const TestModelOptions& o) {
+  if (o.kind == TestModelKind::kPlanted) return write_planted_bias_model(o);
   if (o.heads % o.kv_heads != 0) {
     int below = o.kv_heads;
     while (o.heads % below != 0) --below;

@@ -38,7 +38,21 @@ for f in json.load(open("formats.json"))["formats"]:
             at += part["bytes"]
         assert at == tile["tile_bytes"] == f["tile_bytes_k" if side == "key" else "tile_bytes_v"], (f["name"], side)
 PYTHON
-"$kvant" formats --explain t5-3 | grep -q "trailer"
+"$kvant" formats --explain t5-3 >tile.txt
+python3 - <<'PYTHON'
+import re
+text = open("tile.txt").read()
+rows = re.findall(r"\n +(\d+)  \+-+\+\n +\| (.*?) +\| +(\d+) +[0-9.]+(?=\n)", text)
+assert rows and "5 bits" in text and "3 bits" in text and "e = 4 * (c / 4) + t / 16" in text, text
+at = 0
+for offset, what, size in rows:
+    assert int(offset) == at, (offset, at, what)
+    at += int(size)
+assert f"takes {at} bytes" in text and "band 1  codes, bit 2 (1-bit plane)" in text, text
+assert any(what.startswith("trailer") for _, what, _ in rows)
+PYTHON
+json formats.json '{s["name"] for s in j["schemes"] if s["comparison"]} == {"cmp-static-tensor", "cmp-static-head", "cmp-kivi4", "cmp-kivi2", "cmp-groups8", "cmp-groups4"}'
+json formats.json '{f["name"] for f in j["formats"] if f["comparison"]} >= {"s8", "st8", "g4"}'
 
 say "plan: a model file and the same shape by hand agree"
 "$kvant" plan -m "$model" -c 2048 --kv kv4 --json >a.json

@@ -1,5 +1,6 @@
 #include "kvant/calibration_file.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -51,6 +52,30 @@ std::string hex(uint64_t value) {
   return text;
 }
 
+// excess, rotated, per channel, largest.
+constexpr int kErrorWords = 4;
+
+void add_error_models(ggml_context* ctx, gguf_context* file, const char* side, int layer,
+                      const std::vector<std::shared_ptr<const CalibratedBasis>>& heads) {
+  const int dim = heads.front()->dim;
+  for (const auto& head : heads) {
+    if (static_cast<int>(head->error.spectrum.size()) != dim) return;
+  }
+  const auto n = static_cast<int64_t>(heads.size());
+  ggml_tensor* spectrum = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, dim, n);
+  ggml_format_name(spectrum, "kvant.%s_spectrum.%d", side, layer);
+  ggml_tensor* error = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, kErrorWords, n);
+  ggml_format_name(error, "kvant.%s_error.%d", side, layer);
+  for (int64_t h = 0; h < n; ++h) {
+    const ErrorModel& model = heads[h]->error;
+    std::copy_n(model.spectrum.data(), dim, static_cast<float*>(spectrum->data) + h * dim);
+    const float words[kErrorWords] = {model.excess, model.rotated, model.per_channel, model.largest};
+    std::copy_n(words, kErrorWords, static_cast<float*>(error->data) + h * kErrorWords);
+  }
+  gguf_add_tensor(file, spectrum);
+  gguf_add_tensor(file, error);
+}
+
 Status add_side(ggml_context* ctx, gguf_context* file, const char* side, int layer,
                 const std::vector<std::shared_ptr<const CalibratedBasis>>& heads) {
   if (heads.empty()) return {};
@@ -63,6 +88,7 @@ Status add_side(ggml_context* ctx, gguf_context* file, const char* side, int lay
     to += static_cast<size_t>(dim) * dim;
   }
   gguf_add_tensor(file, t);
+  add_error_models(ctx, file, side, layer, heads);
   if (heads.front()->centre.empty()) return {};
   ggml_tensor* mu = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, dim, static_cast<int64_t>(heads.size()));
   ggml_format_name(mu, "kvant.centre.%d", layer);
@@ -73,18 +99,59 @@ Status add_side(ggml_context* ctx, gguf_context* file, const char* side, int lay
   return {};
 }
 
-std::vector<std::shared_ptr<const CalibratedBasis>> read_side(const ggml_tensor* t, const ggml_tensor* mu) {
+// What stands beside the matrices of one side of a layer; null where the file has none.
+struct SideTensors {
+  const ggml_tensor* basis = nullptr;
+  const ggml_tensor* centre = nullptr;
+  const ggml_tensor* spectrum = nullptr;
+  const ggml_tensor* error = nullptr;
+};
+
+bool is_f32(const ggml_tensor* t, int64_t columns, int64_t rows) {
+  return t == nullptr || (t->type == GGML_TYPE_F32 && t->ne[0] == columns && t->ne[1] == rows);
+}
+
+Result<SideTensors> find_side(ggml_context* ctx, const ggml_tensor* basis, const char* side, int layer) {
+  const auto find = [&](const std::string& name) {
+    return ggml_get_tensor(ctx, ("kvant." + name + "." + std::to_string(layer)).c_str());
+  };
+  const bool key = std::strcmp(side, "key") == 0;
+  const SideTensors found{.basis = basis,
+                          .centre = key ? find("centre") : nullptr,
+                          .spectrum = find(std::string(side) + "_spectrum"),
+                          .error = find(std::string(side) + "_error")};
+  const int64_t dim = basis->ne[0], heads = basis->ne[2];
+  const bool right = basis->type == GGML_TYPE_F16 && basis->ne[1] == dim && dim >= kMinHeadDim &&
+                     dim <= kMaxHeadDim && is_f32(found.centre, dim, heads) &&
+                     is_f32(found.spectrum, dim, heads) && is_f32(found.error, kErrorWords, heads);
+  if (!right) {
+    return Status(Code::kCorrupt,
+                  std::string("a tensor of ") + basis->name + " or beside it has a wrong type or shape");
+  }
+  return found;
+}
+
+std::vector<std::shared_ptr<const CalibratedBasis>> read_side(const SideTensors& from) {
   std::vector<std::shared_ptr<const CalibratedBasis>> heads;
-  const int dim = static_cast<int>(t->ne[0]);
-  for (int64_t h = 0; h < t->ne[2]; ++h) {
+  const int dim = static_cast<int>(from.basis->ne[0]);
+  const auto row = [dim](const ggml_tensor* t, int64_t h) {
+    const float* x = static_cast<const float*>(t->data) + h * dim;
+    return std::vector<float>(x, x + dim);
+  };
+  for (int64_t h = 0; h < from.basis->ne[2]; ++h) {
     auto basis = std::make_shared<CalibratedBasis>();
     basis->dim = dim;
     basis->forward.resize(static_cast<size_t>(dim) * dim);
-    ggml_fp16_to_fp32_row(static_cast<const ggml_fp16_t*>(t->data) + h * dim * dim, basis->forward.data(),
-                          static_cast<int64_t>(dim) * dim);
-    if (mu != nullptr) {
-      const float* c = static_cast<const float*>(mu->data) + h * dim;
-      basis->centre.assign(c, c + dim);
+    ggml_fp16_to_fp32_row(static_cast<const ggml_fp16_t*>(from.basis->data) + h * dim * dim,
+                          basis->forward.data(), static_cast<int64_t>(dim) * dim);
+    if (from.centre != nullptr) basis->centre = row(from.centre, h);
+    if (from.spectrum != nullptr && from.error != nullptr) {
+      const float* words = static_cast<const float*>(from.error->data) + h * kErrorWords;
+      basis->error = {.spectrum = row(from.spectrum, h),
+                      .excess = words[0],
+                      .rotated = words[1],
+                      .per_channel = words[2],
+                      .largest = words[3]};
     }
     heads.push_back(std::move(basis));
   }
@@ -150,10 +217,11 @@ Status save_calibration(const Calibration& calibration, const std::string& path)
   for (const auto& [layer, c] : calibration.layers) {
     for (const auto* side : {&c.key, &c.value}) {
       for (const auto& head : *side) {
-        bytes += static_cast<size_t>(head->dim) * head->dim * 2 + head->centre.size() * 4;
+        bytes += static_cast<size_t>(head->dim) * head->dim * 2 + head->centre.size() * 4 +
+                 (head->error.spectrum.size() + kErrorWords) * 4;
       }
     }
-    bytes += 3 * (ggml_tensor_overhead() + 128);
+    bytes += 7 * (ggml_tensor_overhead() + 128);
   }
   GgmlPtr ctx(ggml_init({.mem_size = bytes, .mem_buffer = nullptr, .no_alloc = false}));
   GgufPtr file(gguf_init_empty());
@@ -214,19 +282,10 @@ Result<Calibration> load_calibration(const std::string& path, uint64_t expected)
     const bool key = std::sscanf(t->name, "kvant.key.%d", &layer) == 1;
     const bool value = !key && std::sscanf(t->name, "kvant.value.%d", &layer) == 1;
     if (!key && !value) continue;
-    if (t->type != GGML_TYPE_F16 || t->ne[0] != t->ne[1] || t->ne[0] < kMinHeadDim ||
-        t->ne[0] > kMaxHeadDim) {
-      return Status(Code::kCorrupt, path + ": tensor " + t->name + " has a wrong type or shape");
-    }
-    const ggml_tensor* mu = nullptr;
-    if (key) {
-      mu = ggml_get_tensor(ctx.get(), ("kvant.centre." + std::to_string(layer)).c_str());
-      if (mu != nullptr && (mu->type != GGML_TYPE_F32 || mu->ne[0] != t->ne[0] || mu->ne[1] != t->ne[2])) {
-        return Status(Code::kCorrupt, path + ": tensor " + mu->name + " has a wrong type or shape");
-      }
-    }
+    const Result<SideTensors> side = find_side(ctx.get(), t, key ? "key" : "value", layer);
+    if (!side.ok()) return Status(side.status().code(), path + ": " + side.status().message());
     LayerCalibration& c = calibration.layers[layer];
-    (key ? c.key : c.value) = read_side(t, mu);
+    (key ? c.key : c.value) = read_side(side.value());
   }
   return calibration;
 }

@@ -1,11 +1,14 @@
 // kvant calibrate: the basis of each KV head, from one pass over text.
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "cli.h"
 #include "kvant/calibrate.h"
+#include "kvant/layer_scheme.h"
 #include "kvant/llama_session.h"
+#include "kvant/scheme.h"
 
 namespace kvant::cli {
 namespace {
@@ -25,6 +28,86 @@ constexpr char kFooter[] =
     "$KVANT_HOME/calibration (default ~/.cache/kvant/calibration); KVANT_RECIPE names another file.\n"
     "Use text of the kind the model will read, never the text it is evaluated on.\n";
 
+nlohmann::json outlier_json(const eval::OutlierChannel& o) {
+  return {{"layer", o.layer},
+          {"side", side_name(o.side)},
+          {"head", o.kv_head},
+          {"channel", o.channel},
+          {"rms", o.rms},
+          {"mean", o.mean},
+          {"median_rms", o.median_rms}};
+}
+
+nlohmann::json head_json(int layer, const char* side, size_t head, const ErrorModel& model) {
+  double calibrated = 0;
+  for (const float x : model.spectrum) calibrated += static_cast<double>(x);
+  return {{"layer", layer},
+          {"side", side},
+          {"head", head},
+          {"calibrated", calibrated},
+          {"rotated", model.rotated},
+          {"per_channel", model.per_channel},
+          {"excess", model.excess}};
+}
+
+void print_json(const eval::CalibrationResult& made, const std::string& path, double seconds) {
+  nlohmann::json outliers = nlohmann::json::array(), heads = nlohmann::json::array();
+  for (const eval::OutlierChannel& o : made.outliers) outliers.push_back(outlier_json(o));
+  for (const auto& [layer, c] : made.calibration.layers) {
+    for (size_t h = 0; h < c.key.size(); ++h) heads.push_back(head_json(layer, "key", h, c.key[h]->error));
+    for (size_t h = 0; h < c.value.size(); ++h)
+      heads.push_back(head_json(layer, "value", h, c.value[h]->error));
+  }
+  const nlohmann::json out = {{"version", 1},
+                              {"path", path},
+                              {"model", made.calibration.model},
+                              {"layers", made.calibration.layers.size()},
+                              {"tokens", made.calibration.tokens},
+                              {"seconds", seconds},
+                              {"outliers", outliers},
+                              {"errors", heads}};
+  std::printf("%s\n", out.dump(2).c_str());
+}
+
+void print_outliers(const std::vector<eval::OutlierChannel>& outliers) {
+  constexpr size_t kShown = 12;
+  if (outliers.empty()) return;
+  std::vector<eval::OutlierChannel> sorted = outliers;
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const auto& a, const auto& b) { return a.rms * b.median_rms > b.rms * a.median_rms; });
+  std::printf("%zu outlier channels, the largest first:\n", sorted.size());
+  for (size_t i = 0; i < std::min(kShown, sorted.size()); ++i) {
+    const eval::OutlierChannel& o = sorted[i];
+    std::printf("  layer %d, %s head %d, channel %d: rms %.3g (mean %.3g), %.0f times the head's median\n",
+                o.layer, side_name(o.side), o.kv_head, o.channel, static_cast<double>(o.rms),
+                static_cast<double>(o.mean), static_cast<double>(o.rms / std::max(o.median_rms, 1e-30f)));
+  }
+  if (sorted.size() > kShown) std::printf("  and %zu more (--json lists all)\n", sorted.size() - kShown);
+}
+
+// Which named schemes will not run as asked for in some head.
+void print_escapes(const ggml::Calibration& calibration) {
+  for (const RegisteredScheme& registered : registered_schemes()) {
+    const Result<Scheme> scheme = parse_scheme(registered.name, true);
+    if (!scheme.ok()) continue;
+    std::string reason;
+    int layers = 0;
+    for (const auto& [layer, c] : calibration.layers) {
+      const LayerShape shape{.n_query_heads = static_cast<int>(c.key.size()),
+                             .n_kv_heads = static_cast<int>(c.key.size()),
+                             .key_dim = c.key.front()->dim,
+                             .value_dim = c.value.front()->dim};
+      const Result<LayerScheme> resolved = resolve_layer(scheme.value(), shape, &c);
+      if (!resolved.ok() || resolved.value().reason.empty()) continue;
+      if (layers++ == 0) reason = "layer " + std::to_string(layer) + ": " + resolved.value().reason;
+    }
+    if (layers > 0) {
+      std::printf("%s gets wider bands in %d layers (%s%s)\n", std::string(registered.name).c_str(), layers,
+                  reason.c_str(), layers > 1 ? "; ..." : "");
+    }
+  }
+}
+
 int do_calibrate(CalibrateFlags* f) {
   const Result<std::string> text = read_file(f->text_path);
   if (!text.ok()) return fail(text.status());
@@ -38,23 +121,21 @@ int do_calibrate(CalibrateFlags* f) {
   f->options.progress = [&](double share) { progress.show(share, "calibration"); };
   f->options.cancelled = [] { return interrupted(); };
   const double start = now_seconds();
-  const Result<ggml::Calibration> made = eval::calibrate(f->options);
+  const Result<eval::CalibrationResult> made = eval::calibrate(f->options);
   progress.clear();
   if (!made.ok()) return fail(made.status());
-  const std::string path = f->output.empty() ? ggml::calibration_path(made.value().fingerprint) : f->output;
-  const Status saved = ggml::save_calibration(made.value(), path);
+  const ggml::Calibration& calibration = made.value().calibration;
+  const std::string path = f->output.empty() ? ggml::calibration_path(calibration.fingerprint) : f->output;
+  const Status saved = ggml::save_calibration(calibration, path);
   if (!saved.ok()) return fail(saved);
+  const double seconds = now_seconds() - start;
   if (f->json) {
-    const nlohmann::json out = {{"version", 1},
-                                {"path", path},
-                                {"model", made.value().model},
-                                {"layers", made.value().layers.size()},
-                                {"tokens", made.value().tokens},
-                                {"seconds", now_seconds() - start}};
-    std::printf("%s\n", out.dump(2).c_str());
+    print_json(made.value(), path, seconds);
   } else {
-    std::printf("%s: %zu layers from %lld tokens in %.0f s\n", path.c_str(), made.value().layers.size(),
-                static_cast<long long>(made.value().tokens), now_seconds() - start);
+    std::printf("%s: %zu layers from %lld tokens in %.0f s\n", path.c_str(), calibration.layers.size(),
+                static_cast<long long>(calibration.tokens), seconds);
+    print_outliers(made.value().outliers);
+    print_escapes(calibration);
   }
   return kOk;
 }

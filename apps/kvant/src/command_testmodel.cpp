@@ -16,16 +16,30 @@ struct TestModelFlags {
 constexpr char kFooter[] =
     "\nExamples:\n"
     "  kvant testmodel --kind key-bias -o key-bias.gguf\n"
+    "  kvant testmodel --kind planted -m model.gguf -o planted.gguf\n"
     "  kvant testmodel --kind shapes --layers 2 --heads 8 --kv-heads 2 --head-dim 128 -o shapes.gguf\n"
     "  kvant testmodel --kind shapes --head-dim 256 --kv-heads 1 --swa 512 -o windows.gguf\n"
     "\nkey-bias: a model of the Qwen2 family whose key projections add +-60 to a few slowly rotating pairs "
     "of channels;\n"
-    "4-bit caches that scale over tokens or groups lose everything else in them. shapes: any head sizes; "
-    "--swa gives\n"
-    "layers with a sliding window. Text makes no sense to either, but attention matters in both.\n";
+    "4-bit caches that scale over tokens or groups lose everything else in them. planted: the model of -m "
+    "with such "
+    "biases\nin four channels of each KV head of its first and last layer; it still reads text. shapes: any "
+    "head "
+    "sizes; --swa gives\nlayers with a sliding window. Text makes no sense to random weights, but attention "
+    "matters "
+    "in them.\n";
 
 int do_testmodel(TestModelFlags* f) {
-  f->options.kind = f->kind == "key-bias" ? eval::TestModelKind::kKeyBias : eval::TestModelKind::kShapes;
+  using eval::TestModelKind;
+  f->options.kind = f->kind == "key-bias"  ? TestModelKind::kKeyBias
+                    : f->kind == "planted" ? TestModelKind::kPlanted
+                                           : TestModelKind::kShapes;
+  if (f->options.kind == TestModelKind::kPlanted) {
+    if (f->options.tokenizer_from.empty())
+      return fail({Code::kInvalidArgument, "--kind planted needs the model whose weights it takes (-m)"});
+    f->options.weights_from = f->options.tokenizer_from;
+    f->options.biased_pairs = 2;
+  }
   const Status status = eval::write_test_model(f->options);
   if (!status.ok()) return fail(status);
   return kOk;
@@ -38,9 +52,11 @@ Command add_testmodel(CLI::App& root) {
   eval::TestModelOptions& o = f->options;
   CLI::App* app = root.add_subcommand("testmodel", "write a small model with random weights, for tests");
   app->footer(kFooter);
-  app->add_option("--kind", f->kind, "what kind (default key-bias)")->check(one_of({"key-bias", "shapes"}));
+  app->add_option("--kind", f->kind, "what kind (default key-bias)")
+      ->check(one_of({"key-bias", "planted", "shapes"}));
   app->add_option("-o,--output", o.path, "model file to write")->required()->type_name("FILE");
-  app->add_option("-m,--model", o.tokenizer_from, "take the tokenizer of this model (default: bytes)")
+  app->add_option("-m,--model", o.tokenizer_from,
+                  "take the tokenizer of this model (default: bytes), planted: all of it")
       ->check(readable_file())
       ->type_name("FILE");
   app->add_option("--layers", o.layers, "layers (default 2)")->check(whole_number(1, 256))->type_name("N");

@@ -52,6 +52,9 @@ enum class ScaleType : uint8_t {
   kLog4,   // 4 bits: base * 2^((k - 15) / 4), k = 0 is zero; two tokens per byte, even token low
 };
 
+// Whether all values share a scale that is fixed before anything is written (families "s" and "st").
+enum class StaticScale : uint8_t { kNone = 0, kHead, kTensor };
+
 struct BandLayout {
   int first_channel = 0;
   int channels = 0;
@@ -77,6 +80,7 @@ struct TileLayout {
   bool exact_bf16 = false;
   bool asymmetric = false;
   ScaleType token_scale = ScaleType::kNone;
+  StaticScale static_scale = StaticScale::kNone;
   bool channel_scale = false;   // e6m10 per channel
   bool channel_centre = false;  // binary16 per channel
   uint32_t channel_scale_offset = 0;
@@ -106,6 +110,7 @@ struct EncodeInput {
   const float* x = nullptr;               // [64][head_dim], token-major
   uint64_t live = ~uint64_t{0};           // bit t clear: token t is kept elsewhere, its code does not matter
   const float* channel_weight = nullptr;  // [head_dim] importance of squared error, or null for all equal
+  float static_scale = 0;  // step of static formats; 0: the one that clips nothing of this tile
 };
 
 struct EncodeStats {
@@ -152,6 +157,7 @@ struct FamilyInfo {
   std::string_view summary;                    // one line for `kvant formats`
   std::string_view scale_axis;                 // "token x band", "channel x page", ...
   std::span<const std::string_view> examples;  // names to iterate in tests, benchmarks and tables
+  bool comparison = false;                     // shows what others do; no named scheme of ours uses it
 };
 // Every registered family, in id order.
 std::vector<FamilyInfo> format_families();

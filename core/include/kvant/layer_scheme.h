@@ -19,6 +19,8 @@ struct HeadScheme {
   Format value_format;
   std::shared_ptr<const Transform> key_transform;    // never null
   std::shared_ptr<const Transform> value_transform;  // never null
+  float key_static_scale = 0;                        // step of static formats, 0: each tile takes its own
+  float value_static_scale = 0;
 };
 
 struct LayerScheme {
@@ -26,13 +28,24 @@ struct LayerScheme {
   std::vector<HeadScheme> heads;  // [n_kv_heads]
   bool exact = true;              // nothing of this layer is ever sealed
   std::string requested;          // scheme text as asked for
-  std::string effective;          // what runs: "k=c4 v=t4 kx=none vx=hadamard"
-  std::string reason;             // why effective differs from requested; empty when it does not
+  std::string effective;  // what runs: "k=c4a v=t4 kx=none vx=hadamard"; heads that differ follow in ()
+  std::string reason;     // why effective differs from requested; empty when it does not
 
   size_t key_tile_bytes() const;  // over all heads of one page
   size_t value_tile_bytes() const;
   double key_bits() const;  // per value, tile metadata counted; 16 when exact
   double value_bits() const;
+};
+
+// What quantization costs one head and side, as far as calibration saw it. A format whose squared error is
+// the share r of the squares of what it stores adds r * sum(spectrum) of error: for keys the variance of a
+// logit (nats^2, the model's softmax scale included); for values the share of the head's own output.
+struct ErrorModel {
+  std::vector<float> spectrum;  // [dim] by row of the calibrated basis, falling; empty: not known
+  float excess = 1.0f;          // measured error / error of normal data, at 4 bits in the calibrated basis
+  float rotated = 0.0f;         // what sum(spectrum) is for plainly rotated or untransformed rows
+  float per_channel = 0.0f;     // the same for channels around their mean
+  float largest = 0.0f;         // largest magnitude of what is stored, before any transform
 };
 
 // Calibrated basis of one head and side (quality.md of docs: "calibrated transform"): rows of `forward` are
@@ -42,7 +55,15 @@ struct CalibratedBasis {
   int dim = 0;
   std::vector<float> forward;  // [dim][dim] row-major
   std::vector<float> centre;   // [dim] or empty
+  ErrorModel error;
 };
+
+// Expected error of a format (ErrorModel's units); 0 when the model does not know.
+double expected_error(const ErrorModel& model, const Format& format, TransformKind transform);
+// Above these a head gets wider bands (escape): a logit whose error has a deviation of one nat means nothing,
+// and neither does an output that is one quarter error.
+inline constexpr double kMaxKeyError = 1.0;
+inline constexpr double kMaxValueError = 0.25;
 
 // Of one layer; null or missing entries: no calibration for that head.
 struct LayerCalibration {
@@ -52,7 +73,9 @@ struct LayerCalibration {
 
 // Checks the shape, parses the formats for its head sizes and chooses transforms: `auto` takes the
 // calibrated transform when there is one, else Hadamard for token formats and none for channel formats.
-// Fails naming the option and the nearest legal value; nothing is silently replaced.
+// Heads whose expected error is above the limits get bands that are wider by as many bits as it takes, at
+// most 8; `reason` then names each of them. Fails naming the option and the nearest legal value; nothing is
+// silently replaced.
 Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
                                   const LayerCalibration* calibration = nullptr);
 

@@ -35,6 +35,7 @@ struct RegisteredScheme {
   std::string_view plain;       // definition without calibration
   std::string_view calibrated;  // definition when the model's calibration is at hand; empty: same
   std::string_view summary;
+  bool comparison = false;  // shows what others do, never a default
 };
 const std::vector<RegisteredScheme>& registered_schemes();
 

@@ -1,5 +1,9 @@
 #include "kvant/layer_scheme.h"
 
+#include <algorithm>
+
+#include "cache/escape.h"
+
 namespace kvant {
 namespace {
 
@@ -72,7 +76,7 @@ Result<std::shared_ptr<const Transform>> choose_transform(
   const bool have =
       calibrated != nullptr && head < static_cast<int>(calibrated->size()) && (*calibrated)[head] != nullptr;
   if (choice == TransformChoice::kAuto) {
-    if (format.exact() || per_channel(format)) {
+    if (format.exact() || per_channel(format) || format.layout().static_scale != StaticScale::kNone) {
       choice = TransformChoice::kIdentity;
     } else {
       choice = have ? TransformChoice::kCalibrated : TransformChoice::kHadamard;
@@ -132,6 +136,75 @@ size_t LayerScheme::value_tile_bytes() const { return tile_bytes(*this, Side::kV
 double LayerScheme::key_bits() const { return mean_bits(*this, Side::kKey); }
 double LayerScheme::value_bits() const { return mean_bits(*this, Side::kValue); }
 
+namespace {
+
+// Format and transform of one head and side; `reason` grows when the format is not the one asked for.
+struct SideChoice {
+  Format format;
+  std::shared_ptr<const Transform> transform;
+  float static_scale = 0;
+};
+
+// Step of a static format: the largest magnitude of the head, or of all heads, at the outermost level. 0 for
+// other formats and where calibration does not know it.
+float static_scale(const Format& format, const std::vector<std::shared_ptr<const CalibratedBasis>>* bases,
+                   int head) {
+  const StaticScale scope = format.layout().static_scale;
+  if (scope == StaticScale::kNone || bases == nullptr) return 0.0f;
+  float largest = 0;
+  for (int h = 0; h < static_cast<int>(bases->size()); ++h) {
+    if ((*bases)[h] == nullptr || (scope == StaticScale::kHead && h != head)) continue;
+    largest = std::max(largest, (*bases)[h]->error.largest);
+  }
+  return largest / (static_cast<float>(1 << (format.layout().bands[0].bits - 1)) - 0.5f);
+}
+
+Result<SideChoice> resolve_side(const Scheme& scheme, const LayerShape& shape, Side side, int head,
+                                const LayerCalibration* calibration, std::string* reason) {
+  const bool key = side == Side::kKey;
+  const std::string& name = key ? scheme.key_format : scheme.value_format;
+  const int dim = key ? shape.key_dim : shape.value_dim;
+  const TransformChoice wanted = key ? scheme.key_transform : scheme.value_transform;
+  const auto* bases = calibration == nullptr ? nullptr : key ? &calibration->key : &calibration->value;
+  Result<Format> format = Format::parse(name, side, dim);
+  if (!format.ok()) {
+    return Status(format.status().code(), (key ? "k=" : "v=") + name + ": " + format.status().message());
+  }
+  auto transform = choose_transform(wanted, format.value(), side, dim, bases, head);
+  if (!transform.ok()) return transform.status();
+  SideChoice choice{format.value(), transform.value(), static_scale(format.value(), bases, head)};
+  if (format.value().layout().static_scale != StaticScale::kNone && choice.static_scale == 0) {
+    *reason += (reason->empty() ? "" : "; ") + (key ? std::string("keys") : std::string("values")) +
+               " of KV head " + std::to_string(head) +
+               ": without calibration the fixed scale is not known, each tile takes its own";
+  }
+  if (bases == nullptr || head >= static_cast<int>(bases->size()) || (*bases)[head] == nullptr) return choice;
+  const std::string why = widen_until(key ? kMaxKeyError : kMaxValueError, (*bases)[head]->error,
+                                      choice.transform->kind(), side, head, &choice.format);
+  if (!why.empty()) *reason += (reason->empty() ? "" : "; ") + why;
+  return choice;
+}
+
+std::string head_text(const HeadScheme& head) {
+  return "k=" + head.key_format.name() + " v=" + head.value_format.name();
+}
+
+// What the first head runs, then the heads that differ.
+std::string effective_text(const LayerScheme& layer) {
+  if (layer.exact) return "exact";
+  const HeadScheme& first = layer.heads.front();
+  std::string text = head_text(first) + " kx=" + kind_name(first.key_transform->kind()) +
+                     " vx=" + kind_name(first.value_transform->kind());
+  std::string others;
+  for (size_t h = 1; h < layer.heads.size(); ++h) {
+    if (head_text(layer.heads[h]) == head_text(first)) continue;
+    others += (others.empty() ? " (head " : ", head ") + std::to_string(h) + " " + head_text(layer.heads[h]);
+  }
+  return others.empty() ? text : text + others + ")";
+}
+
+}  // namespace
+
 Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
                                   const LayerCalibration* calibration) {
   KVANT_RETURN_IF_ERROR(check_shape(shape));
@@ -140,26 +213,18 @@ Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
   layer.exact = scheme.exact();
   layer.requested = to_string(scheme);
   for (int head = 0; head < shape.n_kv_heads; ++head) {
-    Result<Format> key = Format::parse(scheme.key_format, Side::kKey, shape.key_dim);
-    if (!key.ok())
-      return Status(key.status().code(), "k=" + scheme.key_format + ": " + key.status().message());
-    Result<Format> value = Format::parse(scheme.value_format, Side::kValue, shape.value_dim);
-    if (!value.ok()) {
-      return Status(value.status().code(), "v=" + scheme.value_format + ": " + value.status().message());
-    }
-    auto kx = choose_transform(scheme.key_transform, key.value(), Side::kKey, shape.key_dim,
-                               calibration != nullptr ? &calibration->key : nullptr, head);
-    if (!kx.ok()) return kx.status();
-    auto vx = choose_transform(scheme.value_transform, value.value(), Side::kValue, shape.value_dim,
-                               calibration != nullptr ? &calibration->value : nullptr, head);
-    if (!vx.ok()) return vx.status();
-    layer.heads.push_back({key.value(), value.value(), kx.value(), vx.value()});
+    auto key = resolve_side(scheme, shape, Side::kKey, head, calibration, &layer.reason);
+    if (!key.ok()) return key.status();
+    auto value = resolve_side(scheme, shape, Side::kValue, head, calibration, &layer.reason);
+    if (!value.ok()) return value.status();
+    layer.heads.push_back({.key_format = key.value().format,
+                           .value_format = value.value().format,
+                           .key_transform = key.value().transform,
+                           .value_transform = value.value().transform,
+                           .key_static_scale = key.value().static_scale,
+                           .value_static_scale = value.value().static_scale});
   }
-  const HeadScheme& first = layer.heads.front();
-  layer.effective = layer.exact ? "exact"
-                                : "k=" + first.key_format.name() + " v=" + first.value_format.name() +
-                                      " kx=" + kind_name(first.key_transform->kind()) +
-                                      " vx=" + kind_name(first.value_transform->kind());
+  layer.effective = effective_text(layer);
   return layer;
 }
 

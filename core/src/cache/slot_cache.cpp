@@ -390,7 +390,8 @@ void SlotCache::seal_page(const SealItem& item) {
     transform_of(scheme, item.side).apply(x, y, kPageTokens);
     // A page of nothing but sinks still needs a tile: their statistics are all there is.
     const uint64_t counted = (live & ~sinks) != 0 ? live & ~sinks : live;
-    format.encode({.x = y, .live = counted}, tile);
+    const float step = item.side == Side::kKey ? scheme.key_static_scale : scheme.value_static_scale;
+    format.encode({.x = y, .live = counted, .static_scale = step}, tile);
     tile += format.tile_bytes();
   }
   sp.tile_mask = live;

@@ -20,6 +20,7 @@ struct EncodeContext {
   size_t row_stride = 0;
   uint64_t live = 0;
   const float* channel_weight = nullptr;  // [head_dim] with mean 1, or null for all equal
+  float static_scale = 0;                 // of static formats; 0: none is known
 };
 
 // Larger magnitudes count as this one, so that squares stay finite in binary32.
@@ -34,6 +35,7 @@ struct FormatFamily {
   std::string_view summary;
   std::string_view scale_axis;
   std::span<const std::string_view> examples;
+  bool comparison = false;  // shows what others do; no named scheme of ours uses it
 
   // What names may say.
   bool exact = false;  // no widths at all

@@ -213,7 +213,8 @@ EncodeStats Format::encode(const EncodeInput& in, std::byte* tile) const {
                               .rows = rows.x,
                               .row_stride = rows.stride,
                               .live = in.live,
-                              .channel_weight = weighted ? weight : nullptr},
+                              .channel_weight = weighted ? weight : nullptr,
+                              .static_scale = in.static_scale},
                              tile);
     stats = encode_codes(layout_, rows, in.live, tile);
   }

@@ -29,6 +29,7 @@ const FormatFamily kGroupFamily = {
     .summary = "integer codes, one scale per token and 32 channels",
     .scale_axis = "token x 32 channels",
     .examples = kExamples,
+    .comparison = true,
     .max_widths = 1,
     .may_be_asymmetric = true,
     .default_scale = ScaleType::kE6M10,

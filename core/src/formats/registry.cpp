@@ -12,7 +12,9 @@ namespace kvant {
   FAMILY(kTokenFamily)                \
   FAMILY(kChannelFamily)              \
   FAMILY(kGroupFamily)                \
-  FAMILY(kChannelTokenFamily)
+  FAMILY(kChannelTokenFamily)         \
+  FAMILY(kStaticHeadFamily)           \
+  FAMILY(kStaticTensorFamily)
 
 #define KVANT_DECLARE_FAMILY(name) extern const FormatFamily name;
 KVANT_FORMAT_FAMILIES(KVANT_DECLARE_FAMILY)
@@ -31,7 +33,8 @@ std::span<const FormatFamily* const> all_families() { return kFamilies; }
 std::vector<FamilyInfo> format_families() {
   std::vector<FamilyInfo> families;
   for (const FormatFamily* family : kFamilies) {
-    families.push_back({family->prefix, family->summary, family->scale_axis, family->examples});
+    families.push_back(
+        {family->prefix, family->summary, family->scale_axis, family->examples, family->comparison});
   }
   return families;
 }

@@ -110,7 +110,7 @@ const RegisteredScheme* find_registered(std::string_view name) {
 std::string registered_names() {
   std::string names;
   for (const RegisteredScheme& scheme : registered_schemes()) {
-    names += (names.empty() ? "" : ", ") + std::string(scheme.name);
+    if (!scheme.comparison) names += (names.empty() ? "" : ", ") + std::string(scheme.name);
   }
   return names;
 }
@@ -122,12 +122,21 @@ const std::vector<RegisteredScheme>& registered_schemes() {
   // whose keys have large constant parts.
   static const std::vector<RegisteredScheme> kSchemes = {
       {"exact", "k=f16,v=f16", "", "all rows stay in f16"},
-      {"kv8", "k=c8a,v=t8,w=128,s=16", "k=t8,v=t8,w=128,s=16", "8 bits, next to exact"},
-      {"kv6", "k=c6a,v=t6,w=128,s=16", "k=t7-5,v=t6-5,w=128,s=16", "6 bits"},
-      {"kv5", "k=c5a,v=t5,w=128,s=16", "k=t6-4,v=t5-4,w=128,s=16", "5 bits"},
-      {"kv4", "k=c4a,v=t4,w=128,s=16", "k=t6-4-3-3,v=t4-4-3-3,w=128,s=16", "4 bits"},
-      {"kv3", "k=c3a,v=t3,w=128,s=16", "k=t5-3-2-2,v=t3-3-2-2,w=128,s=16", "3 bits, visible loss"},
-      {"kv2", "k=c2a,v=t2,w=128,s=16", "k=t4-2-2-2,v=t2-2-2-2,w=128,s=16", "2 bits, large loss"},
+      {"kv8", "k=c8a,v=t7,w=128,s=16", "k=t8,v=t8,w=128,s=16", "8 bits, next to exact"},
+      {"kv6", "k=c6a,v=t6,w=128,s=16", "k=t7-6-6-5,v=t6,w=128,s=16", "6 bits"},
+      {"kv5", "k=c5a,v=t5,w=128,s=16", "k=t6-5-5-4,v=t5,w=128,s=16", "5 bits"},
+      {"kv4", "k=c4a,v=t4,w=128,s=16", "k=t5-4-4-3,v=t4,w=128,s=16", "4 bits"},
+      {"kv3", "k=c3a,v=t3,w=128,s=16", "k=t4-3,v=t3,w=128,s=16", "3 bits, visible loss"},
+      {"kv2", "k=c2a,v=t2,w=128,s=16", "k=t3-2,v=t2,w=128,s=16", "2 bits, large loss"},
+      {"cmp-static-tensor", "k=st8,v=st8,w=0,s=0", "", "8 bits, one fixed scale per layer and side", true},
+      {"cmp-static-head", "k=s8,v=s8,w=0,s=0", "", "8 bits, one fixed scale per head", true},
+      {"cmp-kivi4", "k=c4a,v=g4a,w=128,s=0,kx=none,vx=none", "",
+       "KIVI's layout: keys per channel and page, values per token and 32 channels", true},
+      {"cmp-kivi2", "k=c2a,v=g2a,w=128,s=0,kx=none,vx=none", "", "the same with 2 bits", true},
+      {"cmp-groups8", "k=g8,v=g8,w=0,s=0,kx=hadamard,vx=hadamard", "",
+       "groups of 32 channels after a rotation, as llama.cpp's q8_0", true},
+      {"cmp-groups4", "k=g4,v=g4,w=0,s=0,kx=hadamard,vx=hadamard", "",
+       "groups of 32 channels after a rotation, as llama.cpp's q4_0", true},
   };
   return kSchemes;
 }

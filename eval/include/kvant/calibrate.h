@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "kvant/calibration_file.h"
 #include "kvant/status.h"
@@ -29,8 +30,24 @@ struct CalibrateOptions {
   std::function<bool()> cancelled;             // may be empty
 };
 
+// A channel that is far larger than the others of its head (post-rope for keys).
+struct OutlierChannel {
+  int layer = 0;
+  Side side = Side::kKey;
+  int kv_head = 0;
+  int channel = 0;
+  float rms = 0;  // root mean square over the calibration text
+  float mean = 0;
+  float median_rms = 0;  // of the head's channels
+};
+
+struct CalibrationResult {
+  ggml::Calibration calibration;
+  std::vector<OutlierChannel> outliers;  // by layer, keys first, head, channel
+};
+
 // kIo: model cannot be read; kUnsupported: the model has no attention that kvant handles; kInvalidArgument:
 // less text than one window.
-Result<ggml::Calibration> calibrate(const CalibrateOptions& options);
+Result<CalibrationResult> calibrate(const CalibrateOptions& options);
 
 }  // namespace kvant::eval

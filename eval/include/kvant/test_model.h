@@ -10,6 +10,7 @@ namespace kvant::eval {
 
 enum class TestModelKind : uint8_t {
   kKeyBias,  // Qwen2 family; key biases of +-key_bias in the slowest rope pairs
+  kPlanted,  // `weights_from` (llama family) with such biases in its first and last layer
   kShapes,   // Llama family, or Gemma 3 family when there is a sliding window; any head sizes
 };
 
@@ -17,6 +18,7 @@ struct TestModelOptions {
   TestModelKind kind = TestModelKind::kKeyBias;
   std::string path = {};
   std::string tokenizer_from = {};  // model file; empty: one token per byte
+  std::string weights_from = {};    // kPlanted: model file
   int layers = 2;
   int heads = 4;
   int kv_heads = 2;   // divides heads
@@ -31,5 +33,7 @@ struct TestModelOptions {
 // The same options give the same file. Weights are scaled so that attention is peaked (standard deviation of
 // logits about 3) and outweighs the residual: errors of the cache reach the output. kInvalidArgument, kIo.
 Status write_test_model(const TestModelOptions& options);
+// kPlanted: the other options but key_bias and biased_pairs do not matter. kIo, kUnsupported.
+Status write_planted_bias_model(const TestModelOptions& options);
 
 }  // namespace kvant::eval

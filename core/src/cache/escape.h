@@ -1,0 +1,15 @@
+// Escape: heads that break at a width, as far as their calibration knows, get more bits.
+#pragma once
+
+#include <string>
+
+#include "kvant/layer_scheme.h"
+
+namespace kvant {
+
+// Widens every band of `format` by as many bits as it takes to bring the expected error to at most `limit`,
+// to 8 bits at most. Returns what to tell the user, empty when nothing had to change.
+std::string widen_until(double limit, const ErrorModel& model, TransformKind transform, Side side, int head,
+                        Format* format);
+
+}  // namespace kvant
