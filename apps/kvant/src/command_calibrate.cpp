@@ -40,11 +40,16 @@ nlohmann::json outlier_json(const eval::OutlierChannel& o) {
 
 nlohmann::json head_json(int layer, const char* side, size_t head, const ErrorModel& model) {
   double calibrated = 0;
-  for (const float x : model.spectrum) calibrated += static_cast<double>(x);
+  std::vector<double> quarters(4, 0.0);
+  for (size_t i = 0; i < model.spectrum.size(); ++i) {
+    calibrated += static_cast<double>(model.spectrum[i]);
+    quarters[4 * i / model.spectrum.size()] += static_cast<double>(model.spectrum[i]);
+  }
   return {{"layer", layer},
           {"side", side},
           {"head", head},
           {"calibrated", calibrated},
+          {"spectrum", quarters},
           {"rotated", model.rotated},
           {"per_channel", model.per_channel},
           {"excess", model.excess}};

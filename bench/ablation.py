@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Measures one ingredient of kvant's schemes at a time: the table of docs/decisions/0006-quality.md.
+
+Each group changes one thing of a reference scheme; everything comes from one `kvant eval`, so that all rows share text,
+scored positions and baseline. Exit codes: 0, 2 wrong use, others: kvant's own.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+K, V = "k=5-4-4-3", "v=4"  # kv4 with a calibration
+C, H = "k=c4a", "v=4,vx=hadamard"  # kv4 without
+
+# (group, label, scheme)
+ROWS = [
+    ("window", "0", f"{K},{V},w=0,s=16"),
+    ("window", "32", f"{K},{V},w=32,s=16"),
+    ("window", "64", f"{K},{V},w=64,s=16"),
+    ("window", "128", f"{K},{V},w=128,s=16"),
+    ("window", "256", f"{K},{V},w=256,s=16"),
+    ("sinks", "0", f"{K},{V},w=128,s=0"),
+    ("sinks", "4", f"{K},{V},w=128,s=4"),
+    ("sinks", "64", f"{K},{V},w=128,s=64"),
+    ("neither window nor sinks", "0, 0", f"{K},{V},w=0,s=0"),
+    ("transform of both sides", "none", "k=4,v=4,w=128,s=16,kx=none,vx=none"),
+    ("transform of both sides", "Hadamard", "k=4,v=4,w=128,s=16,kx=hadamard,vx=hadamard"),
+    ("transform of both sides", "calibrated", "k=4,v=4,w=128,s=16,kx=calibrated,vx=calibrated"),
+    ("grid of keys per channel", "symmetric", f"k=c4,{H},w=128,s=16"),
+    ("grid of keys per channel", "asymmetric", f"{C},{H},w=128,s=16"),
+    ("grid of calibrated tokens", "asymmetric", "k=4a,v=4,w=128,s=16"),
+    ("key bands at 4 bits", "1", "k=4,v=4,w=128,s=16"),
+    ("key bands at 4 bits", "2", "k=5-3,v=4,w=128,s=16"),
+    ("key bands at 4 bits", "4", f"{K},v=4,w=128,s=16"),
+    ("value bands at 4 bits", "2", f"{K},v=5-3,w=128,s=16"),
+    ("value bands at 4 bits", "4", f"{K},v=5-4-4-3,w=128,s=16"),
+    ("scales", "8 bits", f"{K}:s8,v=4:s8,w=128,s=16"),
+    ("scales", "16 bits", f"{K}:s16,v=4:s16,w=128,s=16"),
+    ("mean of uncalibrated keys", "page mean, then tokens", f"k=ct4,{H},w=128,s=16"),
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kvant", required=True, help="the kvant binary")
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-f", "--file", required=True, help="text to evaluate on")
+    parser.add_argument("--recipe", required=True, help="the model's calibration (kvant calibrate -o)")
+    parser.add_argument("-c", "--ctx-size", type=int, default=2048)
+    parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--groups", help="only these groups, separated by commas")
+    args = parser.parse_args()
+    wanted = args.groups.split(",") if args.groups else None
+    rows = [row for row in ROWS if wanted is None or row[0] in wanted]
+    if not rows:
+        parser.error("--groups: none of " + ", ".join(sorted({row[0] for row in ROWS})))
+    schemes = list(dict.fromkeys(scheme for _, _, scheme in rows))
+    command = [args.kvant, "eval", "-m", args.model, "-f", args.file, "--tests", "text", "--no-speed", "--json", "-c",
+               str(args.ctx_size), "-t", str(args.threads), "--kv", ";".join(schemes)]
+    done = subprocess.run(command, env=dict(os.environ, KVANT_RECIPE=args.recipe), stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        return done.returncode
+    measured = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    print("| ingredient | | scheme | bits K / V | mean KL | p99.9 | top-1 |\n|---|---|---|---|---|---|---|")
+    for group, label, scheme in rows:
+        row = measured[scheme]
+        print(f"| {group} | {label} | `{scheme}` | {row['bits_k']:.2f} / {row['bits_v']:.2f} | {row['kl']['mean']:.5f} | "
+              f"{row['kl']['p999']:.3f} | {100 * row['top1']:.2f} % |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
