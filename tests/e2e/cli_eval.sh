@@ -41,6 +41,33 @@ assert text["llama:q4_0"]["bits_k"] == 4.5 and text["llama:q4_0"]["bytes_per_tok
 assert text["kv4"]["bytes_per_token"] > text["kv4"]["bytes_per_token_asymptotic"] > 2 * 2 * 64 * 2 * 4 / 8
 PYTHON
 
+echo "-- calibration names the biased channels; heads that a width breaks get wider bands and say so"
+"$kvant" calibrate -m key-bias.gguf -f "$KVANT_TEXT_DIR/calibration.txt" --tokens 2048 -o biased-calibration.gguf \
+  --json >calibration.json
+"$kvant" eval -m key-bias.gguf -f "$text" --recipe biased-calibration.gguf --kv "k=t4,v=t4,kx=hadamard;kv4" -c 2048 \
+  --tests text --no-speed --json >escaped.json
+python3 - <<'PYTHON'
+import json
+outliers = json.load(open("calibration.json"))["outliers"]
+found = {(o["layer"], o["head"], o["channel"]) for o in outliers if o["side"] == "key"}
+biased = [28, 29, 30, 31, 60, 61, 62, 63]
+assert found == {(layer, head, channel) for layer in (0, 1) for head in (0, 1) for channel in biased}, sorted(found)
+assert all(50 < abs(o["mean"]) < 70 and 50 < o["rms"] < 70 and o["median_rms"] < 10 for o in outliers), outliers
+before = {r["name"]: r["kl"]["mean"] for r in json.load(open("biased.json"))["rows"] if r["test"] == "text"}
+rows = {r["name"]: r for r in json.load(open("escaped.json"))["rows"]}
+rotated = rows["k=t4,v=t4,kx=hadamard"]
+print({name: r["kl"]["mean"] for name, r in rows.items()})
+for e in rotated["effective"]:
+    assert "keys of KV head 0: expected error" in e["reason"] and "k=t4" in e["requested"], e
+    assert "k=t8" in e["effective"], e
+assert rotated["kl"]["mean"] < before["k=t4,v=t4,kx=hadamard"] / 10, (rotated["kl"], before)
+assert rotated["bits_k"] > 8 and rows["kv4"]["kl"]["mean"] < before["llama:q4_0"] / 5
+PYTHON
+rc=0
+"$kvant" eval -m key-bias.gguf -f "$text" --recipe biased-calibration.gguf --kv "k=t4,v=t4,kx=hadamard" -c 1024 --strict \
+  --tests text --no-speed >/dev/null 2>strict.txt || rc=$?
+[ "$rc" -ne 0 ] && grep -q "expected error" strict.txt
+
 echo "-- the same run gives the same quality, with any chunk the figures stay within the floor"
 args=(-m key-bias.gguf -f "$text" --kv kv4 -c 1024 --tests text --no-speed --json)
 "$kvant" eval "${args[@]}" >one.json

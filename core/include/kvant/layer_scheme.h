@@ -60,9 +60,9 @@ struct CalibratedBasis {
 
 // Expected error of a format (ErrorModel's units); 0 when the model does not know.
 double expected_error(const ErrorModel& model, const Format& format, TransformKind transform);
-// Above these a head gets wider bands (escape): a logit whose error has a deviation of one nat means nothing,
+// Above these a head gets wider bands (escape): a logit whose error deviates by half a nat says little,
 // and neither does an output that is one quarter error.
-inline constexpr double kMaxKeyError = 1.0;
+inline constexpr double kMaxKeyError = 0.25;
 inline constexpr double kMaxValueError = 0.25;
 
 // Of one layer; null or missing entries: no calibration for that head.
