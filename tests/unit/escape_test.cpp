@@ -99,6 +99,13 @@ TEST(Escape, KnowsPlainRotationsAndChannels) {
   EXPECT_EQ(resolve("k=c4a,v=t4", calibration).heads[0].key_format.name(), "c4a");
 }
 
+TEST(Escape, SchemesForComparisonStayAsTheyAre) {
+  const LayerCalibration broken{.key = {basis(1e6f), basis(1e6f)}, .value = {basis(1.0f), basis(1.0f)}};
+  EXPECT_EQ(resolve("cmp-groups4", broken).heads[0].key_format.name(), "g4");
+  EXPECT_EQ(resolve("cmp-groups4,w=64", broken).reason, "");
+  EXPECT_EQ(resolve("k=g4,v=g4,kx=hadamard", broken).heads[0].key_format.name(), "g8");
+}
+
 TEST(Escape, EngineReadsHeadsOfDifferentFormats) {
   auto adjust = [](int, LayerScheme* layer) {
     layer->heads[1].key_format = testing::must_parse("t8", Side::kKey, kDim);

@@ -79,7 +79,7 @@ std::string formula(const TileLayout& layout) {
   if (layout.channel_scale) scale += "channel_scale[c] * ";
   if (layout.token_scale != ScaleType::kNone) scale += "token_scale[t][band] * ";
   if (layout.asymmetric && !layout.channel_centre) offset += " + low[t][band]";
-  if (layout.channel_centre) offset += " + centre[c]";
+  if (layout.channel_centre) offset += layout.asymmetric ? " + low[c]" : " + centre[c]";
   const char* code = layout.asymmetric ? "code[t][c]" : "(code[t][c] - (2^bits - 1) / 2)";
   return "x[t][c] = " + scale + code + offset + "\n";
 }
