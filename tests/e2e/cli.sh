@@ -86,6 +86,15 @@ cmp exact.txt f16.txt
 [ "$(wc -c <exact.txt)" -gt 6050 ]
 for part in "exact rows" "packed tiles" tables workspace "f16 rows" "tok/s"; do grep -q "$part" summary.txt || { echo "no '$part' in the summary"; exit 1; }; done
 
+say "run: the parts of a decode step add up"
+"$kvant" run -m "$model" -f prompt.txt -n 80 --ignore-eos --temp 0 --kv kv4,w=0 --profile --json >profile.json
+json profile.json 'j["profile"]["steps"] == 80 == j["decode"]["tokens"]'
+json profile.json 'all(j["profile"][p + "_seconds"] > 0 for p in ("weights", "attention", "encode", "sampling", "other"))'
+json profile.json 'abs(sum(j["profile"][p + "_seconds"] for p in ("weights", "attention", "encode", "sampling", "other")) - j["profile"]["seconds"]) < 1e-6'
+json profile.json 'j["profile"]["weights_seconds"] > j["profile"]["encode_seconds"]'
+"$kvant" run -m "$model" -p "Hello" -n 2 --profile 2>&1 >/dev/null | grep -Eq "^  attention +[0-9.]+ ms +[0-9.]+ %"
+"$kvant" run -m "$model" -p "Hello" -n 2 --profile --kv llama:f16 >/dev/null 2>&1 && exit 1 || [ $? -eq 3 ]
+
 say "run: chat over two turns, from a pipe"
 printf 'What is the capital of France?\nAnd what is the capital of Italy?\n' |
   "$kvant" run -m "$model" --temp 0 -n 40 2>/dev/null >chat.txt

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ggml.h"
+#include "profile_clock.h"
 
 namespace kvant::ggml {
 
@@ -272,6 +273,7 @@ Status ShadowGraph::add_attention(ggml_tensor* node, int index) {
 }
 
 Status ShadowGraph::begin_batches() {
+  const ProfileSpan span(&profile_counters().plan);
   for (const auto& use : uses_) {
     if (use->writes.empty()) continue;
     CacheState& state = *use->state;
@@ -295,6 +297,7 @@ Status ShadowGraph::begin_batches() {
 }
 
 Status ShadowGraph::start_groups(int first_node) {
+  const ProfileSpan span(&profile_counters().plan);
   for (const auto& group : groups_) {
     if (group->first_node != first_node) continue;
     MaskGroup& g = *group;
@@ -328,6 +331,8 @@ Status ShadowGraph::start_groups(int first_node) {
     a->args.out = static_cast<float*>(a->node->data);
     a->args.sink_logits =
         a->node->src[4] != nullptr ? static_cast<const float*>(a->node->src[4]->data) : nullptr;
+    ProfileCounters& profile = profile_counters();
+    a->args.seal_nanoseconds = profile.on.load(std::memory_order_relaxed) ? &profile.seal : nullptr;
     KVANT_RETURN_IF_ERROR(a->job.prepare(&a->use->state->cache(), &a->use->state->workspace(), a->args));
   }
   return {};
@@ -340,6 +345,9 @@ ggml_status ShadowGraph::compute(const ggml_cgraph& graph, const CpuStream& cpu,
       return GGML_STATUS_FAILED;
     }
   }
+  ProfileCounters& profile = profile_counters();
+  const ProfileSpan total(&profile.total);
+  profile.graphs.fetch_add(1, std::memory_order_relaxed);
   *error = begin_batches();
   ggml_status status = GGML_STATUS_SUCCESS;
   for (size_t part = 0; part < starts_.size() && error->ok() && status == GGML_STATUS_SUCCESS; ++part) {
@@ -351,6 +359,7 @@ ggml_status ShadowGraph::compute(const ggml_cgraph& graph, const CpuStream& cpu,
     run.n_nodes = end - starts_[part];
     status = ggml_backend_graph_compute(cpu.backend(), &run);
   }
+  const ProfileSpan ending(&profile.plan);
   for (const auto& group : groups_) {
     if (group->planned) group->use->state->cache().end_batch(group->plan);
     group->planned = false;
@@ -371,6 +380,7 @@ std::vector<std::shared_ptr<CacheState>> ShadowGraph::caches() const {
 
 void ShadowGraph::run_write(ggml_tensor*, int ith, int nth, void* userdata) {
   const Write& w = *static_cast<const Write*>(userdata);
+  const ProfileSpan span(ith == 0 ? &profile_counters().write : nullptr);
   w.use->state->cache().write(w.target.layer, w.target.side, w.use->slots,
                               static_cast<const float*>(w.rows->data), w.rows->nb[1] / sizeof(float),
                               {.ith = ith, .nth = nth});
@@ -378,6 +388,7 @@ void ShadowGraph::run_write(ggml_tensor*, int ith, int nth, void* userdata) {
 
 void ShadowGraph::run_attention(ggml_tensor*, int ith, int nth, void* userdata) {
   Attention& a = *static_cast<Attention*>(userdata);
+  const ProfileSpan span(ith == 0 ? &profile_counters().attention : nullptr);
   const int limit = a.use->state->workspace().max_threads();
   if (ith < limit) a.job.run({.ith = ith, .nth = std::min(nth, limit)});
 }

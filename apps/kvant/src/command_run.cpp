@@ -22,7 +22,7 @@ struct RunFlags {
   GenerateOptions generate;
   int context = 4096;
   int threads = default_threads();
-  bool chat = false, json = false, verbose = false;
+  bool chat = false, json = false, verbose = false, profile = false;
 };
 
 constexpr char kFooter[] =
@@ -31,6 +31,7 @@ constexpr char kFooter[] =
     "  kvant run -m model.gguf --kv kv4,w=256 -p \"Once upon a time\" -n 200\n"
     "  kvant run -m model.gguf --chat -p \"What is a cache?\" --temp 0\n"
     "  kvant run -m model.gguf -f prompt.txt --kv llama:q8_0    llama.cpp's own cache, for comparison\n"
+    "  kvant run -m model.gguf -f prompt.txt -n 64 --profile    where the time of a decode step goes\n"
     "\nWithout -p and -f it chats: every line of the input is one turn. Text goes to stdout, the summary to "
     "stderr.\n";
 
@@ -59,6 +60,36 @@ Status read_settings(const RunFlags& f, Settings* s) {
   return {};
 }
 
+struct Part {
+  const char* name;
+  double seconds;
+};
+
+// Where the time of decoding went; the parts add up to all of it.
+std::vector<Part> decode_parts(const Timing& t) {
+  const ggml::Profile& p = t.decode_profile;
+  return {{"weights", p.model_seconds()},
+          {"attention", p.attention_seconds},
+          {"encode", p.encode_seconds},
+          {"sampling", t.sampling_seconds},
+          {"other", t.decode_seconds - p.total_seconds - t.sampling_seconds + p.plan_seconds}};
+}
+
+void print_profile(const Timing& t) {
+  if (t.decoded_tokens == 0) return;
+  std::fprintf(stderr, "a decode step, by part\n");
+  for (const Part& part : decode_parts(t)) {
+    std::fprintf(stderr, "  %-14s %9.3f ms  %5.1f %%\n", part.name, part.seconds * 1e3 / t.decoded_tokens,
+                 100 * part.seconds / t.decode_seconds);
+  }
+}
+
+nlohmann::json profile_json(const Timing& t) {
+  nlohmann::json out = {{"steps", t.decoded_tokens}, {"seconds", t.decode_seconds}};
+  for (const Part& part : decode_parts(t)) out[std::string(part.name) + "_seconds"] = part.seconds;
+  return out;
+}
+
 void print_summary(const RunFlags& f, const Settings& s, const Session& session) {
   const Timing& t = session.timing();
   auto rate = [](int tokens, double seconds) { return seconds > 0 ? tokens / seconds : 0.0; };
@@ -83,6 +114,7 @@ void print_summary(const RunFlags& f, const Settings& s, const Session& session)
         use.total() > 0 ? static_cast<double>(use.f16_bytes) / static_cast<double>(use.total()) : 0.0,
         use.quantized_share > 0 ? "" : "; nothing was read quantized yet");
   }
+  if (f.profile) print_profile(t);
   std::fprintf(stderr, "process  %s MiB resident at most\n", mib(peak_resident_bytes()).c_str());
   if (!f.verbose) return;
   for (const std::string& line : s.overridden) std::fprintf(stderr, "note: %s\n", line.c_str());
@@ -98,27 +130,29 @@ nlohmann::json summary_json(const RunFlags& f, const Settings& s, const Session&
                             const std::string& text) {
   const Timing& t = session.timing();
   const CacheUse use = session.cache_use();
-  return {{"version", 1},
-          {"model", f.model},
-          {"kv", s.candidate.name},
-          {"text", text},
-          {"prompt", {{"tokens", t.prompt_tokens}, {"seconds", t.prompt_seconds}}},
-          {"decode", {{"tokens", t.decoded_tokens}, {"seconds", t.decode_seconds}}},
-          {"cache",
-           {{"tokens", use.tokens},
-            {"exact_rows", use.memory.exact_row_bytes},
-            {"packed", use.memory.tile_bytes},
-            {"tables", use.memory.table_bytes},
-            {"workspace", use.memory.workspace_bytes},
-            {"engine_f16", use.engine_bytes},
-            {"total", use.total()},
-            {"peak", use.peak_bytes},
-            {"f16", use.f16_bytes},
-            {"quantized_read_share", use.quantized_share}}},
-          {"peak_resident_bytes", peak_resident_bytes()},
-          {"effective", eval::effective_json(session.context().reports())},
-          {"overridden", s.overridden},
-          {"interrupted", interrupted()}};
+  nlohmann::json out = {{"version", 1},
+                        {"model", f.model},
+                        {"kv", s.candidate.name},
+                        {"text", text},
+                        {"prompt", {{"tokens", t.prompt_tokens}, {"seconds", t.prompt_seconds}}},
+                        {"decode", {{"tokens", t.decoded_tokens}, {"seconds", t.decode_seconds}}},
+                        {"cache",
+                         {{"tokens", use.tokens},
+                          {"exact_rows", use.memory.exact_row_bytes},
+                          {"packed", use.memory.tile_bytes},
+                          {"tables", use.memory.table_bytes},
+                          {"workspace", use.memory.workspace_bytes},
+                          {"engine_f16", use.engine_bytes},
+                          {"total", use.total()},
+                          {"peak", use.peak_bytes},
+                          {"f16", use.f16_bytes},
+                          {"quantized_read_share", use.quantized_share}}},
+                        {"peak_resident_bytes", peak_resident_bytes()},
+                        {"effective", eval::effective_json(session.context().reports())},
+                        {"overridden", s.overridden},
+                        {"interrupted", interrupted()}};
+  if (f.profile) out["profile"] = profile_json(t);
+  return out;
 }
 
 // One turn: adds the text to the context and generates. The reply is appended to `all`.
@@ -174,6 +208,11 @@ Status generate(const RunFlags& f, Session* session, Chat* chat, std::string* al
 int do_run(const RunFlags& f) {
   Settings settings;
   if (Status status = read_settings(f, &settings); !status.ok()) return fail(status);
+  if (f.profile && settings.candidate.peer) {
+    return fail({Code::kUnsupported,
+                 "--profile: the parts of a step are known of kvant's caches only; use --kv exact"});
+  }
+  ggml::set_profiling(f.profile);
   eval::show_llama_messages(f.verbose);
   Result<std::unique_ptr<eval::Model>> model =
       eval::Model::load(f.model, settings.candidate.peer ? eval::Device::kCpu : eval::Device::kKvant);
@@ -253,6 +292,7 @@ Command add_run(CLI::App& root) {
   app->add_option("--kv", f->kv, "cache: a scheme or llama:TYPE (default kv4, or KVANT_KV)")
       ->type_name("SCHEME");
   add_cache_flags(app, &f->cache);
+  app->add_flag("--profile", f->profile, "print where the time of a decode step goes");
   app->add_flag("--json", f->json, "print text and summary as JSON, at the end");
   app->add_flag("-v,--verbose", f->verbose, "llama.cpp's messages, and what runs per layer");
   return {app, [f] { return do_run(*f); }};

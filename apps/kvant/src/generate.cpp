@@ -51,11 +51,14 @@ Status Session::turn(const std::string& text, bool special,
   pending_ = LLAMA_TOKEN_NULL;
   if (tokens.empty()) return {Code::kInvalidArgument, "the prompt has no tokens"};
   KVANT_RETURN_IF_ERROR(prefill(tokens));
+  (void)ggml::take_profile();  // the prompt's
   const double start = now_seconds();
   int index = -1;
   Status status;
   for (int i = 0; i < options_.n_predict && !interrupted(); ++i) {
+    const double sampling = now_seconds();
     llama_token token = llama_sampler_sample(sampler_, context_->get(), index);
+    timing_.sampling_seconds += now_seconds() - sampling;
     const bool end = llama_vocab_is_eog(model_.vocab(), token);
     if (end && !options_.ignore_eos) {
       pending_ = token;
@@ -74,6 +77,7 @@ Status Session::turn(const std::string& text, bool special,
     index = 0;
   }
   timing_.decode_seconds += now_seconds() - start;
+  timing_.decode_profile += ggml::take_profile();
   return status;
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kvant/llama_session.h"
+#include "kvant/profile.h"
 #include "kvant/slot_cache.h"
 
 namespace kvant::cli {
@@ -22,6 +23,8 @@ struct GenerateOptions {
 struct Timing {
   int prompt_tokens = 0, decoded_tokens = 0;
   double prompt_seconds = 0, decode_seconds = 0;
+  double sampling_seconds = 0;   // of decoding
+  ggml::Profile decode_profile;  // of decoding, when profiling is on; `graphs` are its steps
 };
 
 struct CacheUse {

@@ -38,6 +38,8 @@ struct AttentionArgs {
   const float* alibi_slopes = nullptr;  // [n_query_heads], multiplies the mask; null: 1
   const float* sink_logits = nullptr;   // [n_query_heads], learned sinks; null: none
   AttentionPath path = AttentionPath::kFused;
+  // Null, or where thread 0 adds the time that sealing pages took it.
+  std::atomic<uint64_t>* seal_nanoseconds = nullptr;
 };
 
 // Workspace of one cache: allocated once, counted, reused by every layer and call.
@@ -70,6 +72,7 @@ class AttentionJob {
 
  private:
   friend class AttentionRunner;
+  void seal(bool timed);
   SlotCache* cache_ = nullptr;
   AttentionWorkspace* workspace_ = nullptr;
   AttentionArgs args_;

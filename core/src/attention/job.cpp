@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <string>
 
@@ -121,13 +122,23 @@ Status AttentionJob::prepare(SlotCache* cache, AttentionWorkspace* workspace, co
   return {};
 }
 
-void AttentionJob::run(WorkShare share) {
+void AttentionJob::seal(bool timed) {
+  using Clock = std::chrono::steady_clock;
   const int n_seal = static_cast<int>(seal_.size());
+  if (n_seal == 0) return;
+  const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
   for (int i = next_seal_.fetch_add(1); i < n_seal; i = next_seal_.fetch_add(1)) {
     cache_->seal_page(seal_[i]);
     sealed_.fetch_add(1, std::memory_order_release);
   }
   while (sealed_.load(std::memory_order_acquire) < n_seal) cpu_relax();
+  if (!timed) return;
+  const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
+  args_.seal_nanoseconds->fetch_add(static_cast<uint64_t>(spent.count()), std::memory_order_relaxed);
+}
+
+void AttentionJob::run(WorkShare share) {
+  seal(args_.seal_nanoseconds != nullptr && share.ith == 0);
   AttentionRunner runner(this, share.ith);
   for (int i = next_.fetch_add(1); i < n_items_; i = next_.fetch_add(1)) runner.run_item(i);
 }
