@@ -1,6 +1,7 @@
 #include "kvant/test_model.h"
 
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -51,7 +52,8 @@ class Writer {
         tensors_(
             ggml_init({.mem_size = ggml_tensor_overhead() * 4096, .mem_buffer = nullptr, .no_alloc = true}),
             ggml_free) {
-    embedding_ = o.kind == TestModelKind::kKeyBias ? o.heads * o.head_dim : 256;
+    embedding_ = o.embedding;
+    if (embedding_ == 0) embedding_ = o.kind == TestModelKind::kKeyBias ? o.heads * o.head_dim : 256;
     if (o.kind == TestModelKind::kKeyBias) {
       architecture_ = "qwen2";
     } else {
@@ -83,11 +85,18 @@ class Writer {
   }
 
   void tensor(const std::string& name, int64_t in, int64_t out, const std::function<float(int64_t)>& value) {
-    ggml_tensor* t = out > 0 ? ggml_new_tensor_2d(tensors_.get(), GGML_TYPE_F32, in, out)
-                             : ggml_new_tensor_1d(tensors_.get(), GGML_TYPE_F32, in);
+    const ggml_type type = out > 0 ? o_.weights : GGML_TYPE_F32;
+    ggml_tensor* t = out > 0 ? ggml_new_tensor_2d(tensors_.get(), type, in, out)
+                             : ggml_new_tensor_1d(tensors_.get(), type, in);
     ggml_set_name(t, name.c_str());
-    auto data = std::make_unique<std::vector<float>>(ggml_nelements(t));
-    for (size_t i = 0; i < data->size(); ++i) (*data)[i] = value(static_cast<int64_t>(i));
+    std::vector<float> values(ggml_nelements(t));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = value(static_cast<int64_t>(i));
+    auto data = std::make_unique<std::vector<std::byte>>(ggml_nbytes(t));
+    if (type == GGML_TYPE_F32) {
+      std::memcpy(data->data(), values.data(), data->size());
+    } else {
+      ggml_quantize_chunk(type, values.data(), data->data(), 0, out, in, nullptr);
+    }
     t->data = data->data();
     data_.push_back(std::move(data));
     gguf_add_tensor(file_.get(), t);
@@ -108,7 +117,7 @@ class Writer {
   GgufPtr file_;
   Normal random_;
   GgmlPtr tensors_;
-  std::vector<std::unique_ptr<std::vector<float>>> data_;
+  std::vector<std::unique_ptr<std::vector<std::byte>>> data_;
   std::string architecture_;
   int embedding_ = 0;
   int n_vocab_ = 0;
@@ -162,11 +171,11 @@ void Writer::add_metadata() {
   gguf_set_val_str(file_.get(), "general.architecture", architecture_.c_str());
   gguf_set_val_str(file_.get(), "general.name",
                    o_.kind == TestModelKind::kKeyBias ? "random weights, key biases" : "random weights");
-  gguf_set_val_u32(file_.get(), "general.file_type", 0);
+  gguf_set_val_u32(file_.get(), "general.file_type", o_.weights == GGML_TYPE_F32 ? 0 : 7);
   u32("block_count", o_.layers);
   u32("context_length", o_.context);
   u32("embedding_length", embedding_);
-  u32("feed_forward_length", 256);
+  u32("feed_forward_length", o_.feed_forward);
   u32("attention.head_count", o_.heads);
   u32("attention.head_count_kv", o_.kv_heads);
   if (o_.kind == TestModelKind::kShapes) {
@@ -192,7 +201,7 @@ void Writer::key_bias(const std::string& name) {
 
 void Writer::add_layer(int layer) {
   const std::string b = "blk." + std::to_string(layer) + ".";
-  const int64_t e = embedding_, q = static_cast<int64_t>(o_.heads) * o_.head_dim,
+  const int64_t e = embedding_, ff = o_.feed_forward, q = static_cast<int64_t>(o_.heads) * o_.head_dim,
                 kv = static_cast<int64_t>(o_.kv_heads) * o_.head_dim;
   const bool gemma = architecture_ == "gemma3";
   norm(b + "attn_norm.weight", e);
@@ -206,9 +215,9 @@ void Writer::add_layer(int layer) {
   }
   matrix(b + "attn_output.weight", q, e, kOutputGain);
   norm(b + "ffn_norm.weight", e);
-  matrix(b + "ffn_gate.weight", e, 256, 1.0f);
-  matrix(b + "ffn_up.weight", e, 256, 1.0f);
-  matrix(b + "ffn_down.weight", 256, e, 0.5f);
+  matrix(b + "ffn_gate.weight", e, ff, 1.0f);
+  matrix(b + "ffn_up.weight", e, ff, 1.0f);
+  matrix(b + "ffn_down.weight", ff, e, 0.5f);
   if (!gemma) return;
   // Queries and keys are normalized per head, then scaled by these.
   norm(b + "attn_q_norm.weight", o_.head_dim, kQueryKeyGain);
@@ -243,6 +252,13 @@ Status write_test_model(const TestModelOptions& o) {
   }
   if (o.kind == TestModelKind::kKeyBias && o.sliding_window > 0) {
     return {Code::kInvalidArgument, "--swa needs --kind shapes"};
+  }
+  for (const int n : {o.embedding, o.feed_forward, o.heads * o.head_dim}) {
+    if (o.weights != GGML_TYPE_F32 && n % ggml_blck_size(o.weights) != 0) {
+      return {Code::kInvalidArgument,
+              std::string("--weights ") + ggml_type_name(o.weights) + " needs rows of a multiple of " +
+                  std::to_string(ggml_blck_size(o.weights)) + ", not " + std::to_string(n)};
+    }
   }
   return Writer(o).write();
 }

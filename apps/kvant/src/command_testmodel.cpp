@@ -10,7 +10,7 @@ namespace {
 
 struct TestModelFlags {
   eval::TestModelOptions options;
-  std::string kind = "key-bias";
+  std::string kind = "key-bias", weights = "f32";
 };
 
 constexpr char kFooter[] =
@@ -19,6 +19,8 @@ constexpr char kFooter[] =
     "  kvant testmodel --kind planted -m model.gguf -o planted.gguf\n"
     "  kvant testmodel --kind shapes --layers 2 --heads 8 --kv-heads 2 --head-dim 128 -o shapes.gguf\n"
     "  kvant testmodel --kind shapes --head-dim 256 --kv-heads 1 --swa 512 -o windows.gguf\n"
+    "  kvant testmodel --kind shapes --layers 8 --heads 8 --kv-heads 2 --head-dim 128 --embedding 1024 "
+    "--feed-forward 2048 --weights q8_0 -o bars.gguf\n"
     "\nkey-bias: a model of the Qwen2 family whose key projections add +-60 to a few slowly rotating pairs "
     "of channels;\n"
     "4-bit caches that scale over tokens or groups lose everything else in them. planted: the model of -m "
@@ -40,6 +42,7 @@ int do_testmodel(TestModelFlags* f) {
     f->options.weights_from = f->options.tokenizer_from;
     f->options.biased_pairs = 2;
   }
+  f->options.weights = f->weights == "q8_0" ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
   const Status status = eval::write_test_model(f->options);
   if (!status.ok()) return fail(status);
   return kOk;
@@ -73,6 +76,15 @@ Command add_testmodel(CLI::App& root) {
   app->add_option("--ctx-train", o.context, "context that the model claims (default 32768)")
       ->check(whole_number(256, 1 << 24))
       ->type_name("N");
+  app->add_option("--embedding", o.embedding,
+                  "channels of the residual (default 256; key-bias: heads x head size)")
+      ->check(whole_number(32, 65536))
+      ->type_name("N");
+  app->add_option("--feed-forward", o.feed_forward, "channels between up and down (default 256)")
+      ->check(whole_number(32, 262144))
+      ->type_name("N");
+  app->add_option("--weights", f->weights, "type of the matrices: f32 (default) or q8_0")
+      ->check(one_of({"f32", "q8_0"}));
   app->add_option("-s,--seed", o.seed, "of the weights (default 1)")
       ->check(whole_number(0, 4294967295LL))
       ->type_name("N");

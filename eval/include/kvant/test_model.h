@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "ggml.h"
 #include "kvant/status.h"
 
 namespace kvant::eval {
@@ -25,6 +26,9 @@ struct TestModelOptions {
   int head_dim = 64;  // even
   int sliding_window = 0;
   int context = 32768;
+  int embedding = 0;  // channels of the residual; 0: 256, or heads * head_dim with key biases
+  int feed_forward = 256;
+  ggml_type weights = GGML_TYPE_F32;  // of matrices; or GGML_TYPE_Q8_0
   float key_bias = 60.0f;
   int biased_pairs = 4;  // per KV head
   uint64_t seed = 1;
