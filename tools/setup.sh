@@ -260,7 +260,8 @@ verb_setup() {
     tools) setup_tools ;;
     server) with_setup_lock setup_server_locked ;;
     gemma) with_setup_lock bash tools/fetch_gemma.sh "$KVANT_HOME/model/gemma" ;;
-    *) die "setup: '$1' is not known; use tools, server or gemma, or nothing" ;;
+    peers) with_setup_lock setup_peers_locked ;;
+    *) die "setup: '$1' is not known; use tools, server, gemma or peers, or nothing" ;;
   esac
   say "set up in $KVANT_HOME"
 }

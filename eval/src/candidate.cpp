@@ -8,6 +8,7 @@ namespace kvant::eval {
 namespace {
 
 constexpr std::string_view kPeer = "llama:";
+constexpr std::string_view kIk = "ik:";
 
 struct CacheType {
   std::string_view name;
@@ -43,7 +44,10 @@ std::string with_exact_side(const Candidate& c, std::string_view field) {
 }
 
 bool continues(const std::string& before, std::string_view part) {
-  if (part.find('=') == std::string_view::npos || before.empty() || before.starts_with(kPeer)) return false;
+  if (part.find('=') == std::string_view::npos || before.empty() || before.starts_with(kPeer) ||
+      before.starts_with(kIk)) {
+    return false;
+  }
   return !(part.starts_with("k=") && before.find("k=") != std::string::npos);
 }
 
@@ -115,10 +119,23 @@ std::vector<std::string> split_candidates(std::string_view list) {
   }
 }
 
-Result<std::vector<Candidate>> parse_candidates(std::string_view list) {
+namespace {
+
+Result<Candidate> parse_ik(std::string_view text) {
+  Candidate c;
+  c.name = text;
+  c.peer = true;
+  c.ik_type = text.substr(kIk.size());
+  const Result<ggml_type> type = parse_type(c.ik_type, text);
+  if (!type.ok()) return type.status();
+  c.type_k = c.type_v = type.value();
+  return c;
+}
+
+Result<std::vector<Candidate>> parse_list(std::string_view list, bool ik) {
   std::vector<Candidate> out;
   for (const std::string& text : split_candidates(list)) {
-    Result<Candidate> candidate = parse_candidate(text);
+    Result<Candidate> candidate = ik && text.starts_with(kIk) ? parse_ik(text) : parse_candidate(text);
     if (!candidate.ok()) return candidate.status();
     const bool twice =
         std::any_of(out.begin(), out.end(), [&](const Candidate& c) { return c.name == text; });
@@ -127,6 +144,13 @@ Result<std::vector<Candidate>> parse_candidates(std::string_view list) {
   }
   if (out.empty()) return Status(Code::kInvalidArgument, "no cache is listed; for example llama:q8_0,kv4");
   return out;
+}
+
+}  // namespace
+
+Result<std::vector<Candidate>> parse_candidates(std::string_view list) { return parse_list(list, false); }
+Result<std::vector<Candidate>> parse_bench_candidates(std::string_view list) {
+  return parse_list(list, true);
 }
 
 std::vector<Candidate> with_legs(const std::vector<Candidate>& candidates) {

@@ -35,6 +35,19 @@ TEST(ParseCandidate, Peers) {
     EXPECT_TRUE(parse_candidate("llama:" + std::string(name)).ok()) << name;
 }
 
+TEST(ParseBenchCandidates, TakeIkLlamaToo) {
+  const Result<std::vector<Candidate>> list = parse_bench_candidates("ik:q4_0;k=t4,v=t4;llama:f16,ik:f16");
+  ASSERT_TRUE(list.ok()) << list.status().message();
+  ASSERT_EQ(list.value().size(), 4U);
+  EXPECT_EQ(list.value()[0].ik_type, "q4_0");
+  EXPECT_TRUE(list.value()[0].peer);
+  EXPECT_EQ(list.value()[1].scheme, "k=t4,v=t4");
+  EXPECT_TRUE(list.value()[2].baseline());
+  EXPECT_FALSE(list.value()[3].baseline());
+  EXPECT_NE(parse_bench_candidates("ik:q4").status().message().find("nearest is q4_0"), std::string::npos);
+  EXPECT_FALSE(parse_candidates("ik:q4_0").ok());
+}
+
 TEST(ParseCandidate, ErrorsNameTheNearest) {
   const Result<Candidate> bad = parse_candidate("llama:q8");
   ASSERT_FALSE(bad.ok());

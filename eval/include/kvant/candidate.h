@@ -17,11 +17,14 @@ struct Candidate {
   std::string scheme;  // kvant only
   Scheme parsed;       // kvant only
   ggml_type type_k = GGML_TYPE_F16, type_v = GGML_TYPE_F16;  // peers only
+  std::string ik_type;  // "q4_0": ik_llama.cpp's cache, in a process of its own; only benchmarks have those
 
   int window() const { return peer || parsed.exact() ? 0 : parsed.window; }
   bool quantized() const;
   // llama.cpp's f16 cache, which everything is compared with.
-  bool baseline() const { return peer && type_k == GGML_TYPE_F16 && type_v == GGML_TYPE_F16; }
+  bool baseline() const {
+    return peer && ik_type.empty() && type_k == GGML_TYPE_F16 && type_v == GGML_TYPE_F16;
+  }
 };
 
 // "llama:TYPE" or "llama:KEY_TYPE/VALUE_TYPE". Errors name the nearest type.
@@ -33,6 +36,8 @@ Result<Candidate> parse_candidate(std::string_view text);
 // then it starts a new one. A ';' always separates.
 std::vector<std::string> split_candidates(std::string_view list);
 Result<std::vector<Candidate>> parse_candidates(std::string_view list);
+// The same; "ik:TYPE" is one, too.
+Result<std::vector<Candidate>> parse_bench_candidates(std::string_view list);
 
 // Adds, after each quantized candidate, the same with only its keys and with only its values quantized.
 std::vector<Candidate> with_legs(const std::vector<Candidate>& candidates);
