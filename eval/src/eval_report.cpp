@@ -52,6 +52,9 @@ nlohmann::json row_json(const Row& row) {
   j["buckets"] = buckets_json(row.quality);
   j["flash_attention"] = {{"prefill", row.speed.flash_prefill}, {"decode", row.speed.flash_decode}};
   j["resident_bytes"] = row.speed.resident_bytes;
+  if (row.fused_kl) {
+    j["fused"] = {{"kl_mean", number(*row.fused_kl)}, {"share", number(*row.fused_kl / row.quality.kl_mean)}};
+  }
   if (!row.measures_quantization()) j["note"] = "not a quantization measurement";
   if (!row.complete) j["interrupted"] = true;
   if (!row.candidate.peer) j["effective"] = effective_json(row.caches);
@@ -70,7 +73,7 @@ std::string speed_text(double tok_s, bool flash, bool peer) {
   return fmt::format("{:.{}f}{}", tok_s, tok_s < 100 ? 1 : 0, peer && !flash ? "*" : "");
 }
 
-std::vector<std::string> table_row(const Row& row, bool speed) {
+std::vector<std::string> table_row(const Row& row, bool both_paths, bool speed) {
   const Summary& q = row.quality;
   std::vector<std::string> cells = {
       row.candidate.name,
@@ -86,6 +89,11 @@ std::vector<std::string> table_row(const Row& row, bool speed) {
       fmt::format("{:.2f} %", 100 * q.top1),
       fmt::format("{:.4f}", q.ppl_ratio),
       row.measures_quantization() ? fmt::format("{:.1f} %", 100 * row.quantized_read_share) : "none"};
+  if (both_paths) {
+    cells.push_back(
+        row.fused_kl ? fmt::format("{} ({:.1f} %)", kl_text(*row.fused_kl), 100 * *row.fused_kl / q.kl_mean)
+                     : "");
+  }
   if (speed) {
     cells.push_back(speed_text(row.speed.prefill_tok_s, row.speed.flash_prefill, row.candidate.peer));
     cells.push_back(speed_text(row.speed.decode_tok_s, row.speed.flash_decode, row.candidate.peer));
@@ -210,11 +218,12 @@ std::string to_table(const Evaluation& e, const EvaluateOptions& o, bool markdow
     std::vector<std::vector<std::string>> rows = {{"cache", "bits K / V", "B/token", "B/token inf", "mean KL",
                                                    "95 %", "median", "p99", "p99.9", "max", "top-1",
                                                    "ppl ratio", "quantized reads"}};
+    if (o.both_paths) rows[0].push_back("fused KL");
     if (o.speed) {
       for (const char* column : {"prefill tok/s", "decode tok/s", "peak MiB"}) rows[0].push_back(column);
     }
     for (const Row& row : e.rows) {
-      if (row.test == test) rows.push_back(table_row(row, o.speed));
+      if (row.test == test) rows.push_back(table_row(row, o.both_paths, o.speed));
     }
     if (rows.size() == 1) continue;
     text += "\n" + test_title(test, e, o) + ".\n";
@@ -230,6 +239,9 @@ std::string to_table(const Evaluation& e, const EvaluateOptions& o, bool markdow
   if (o.speed) {
     text += fmt::format(" Speed: the model's own weights, {} tokens prefilled, then {} decoded one by one.",
                         o.speed_tokens, o.decode_tokens);
+  }
+  if (o.both_paths) {
+    text += " Fused KL: attention on packed codes against decoding tiles first, and its share of mean KL.";
   }
   return text + "\n" + footnotes(e, o.speed);
 }

@@ -105,7 +105,9 @@ double total_units(const Texts& texts, const EvaluateOptions& o) {
   for (const Pass& p : texts.text) text += p.last_scored + 1;
   for (const Pass& p : texts.copy) copy += p.last_scored + 1;
   double contexts = 1;
-  for (const Candidate& c : o.candidates) contexts += c.baseline() ? 0 : 1;
+  for (const Candidate& c : o.candidates) {
+    if (!c.baseline()) contexts += o.both_paths && !c.peer && c.quantized() ? 2 : 1;
+  }
   for (const Candidate& c : o.candidates) units += o.speed ? speed_units(c, o) : 0;
   return (text + copy) * contexts + (text > 0 ? text : copy) + units;
 }

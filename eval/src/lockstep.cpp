@@ -49,6 +49,7 @@ Status Lockstep::add(const Model& model, Entry entry, int n_ctx) {
                          .flash_attention = !entry.floor};
   ggml::Options kvant = options_.kvant;
   kvant.scheme = entry.candidate.scheme;
+  if (entry.dequantize) kvant.attention = AttentionPath::kDequantize;
   Result<std::unique_ptr<Context>> made = Context::create(model, context, kvant);
   if (!made.ok()) return {made.status().code(), entry.candidate.name + ": " + made.status().message()};
   entry.context = std::move(made.value());
@@ -78,6 +79,11 @@ Result<std::unique_ptr<Lockstep>> Lockstep::create(const Model& cpu, const Model
       continue;
     }
     KVANT_RETURN_IF_ERROR(lockstep->add(candidate.peer ? cpu : *kvant, std::move(entry), n_ctx));
+    if (!options.both_paths || candidate.peer || !candidate.quantized()) continue;
+    Entry twin;
+    twin.candidate = candidate;
+    twin.dequantize = true;
+    KVANT_RETURN_IF_ERROR(lockstep->add(*kvant, std::move(twin), n_ctx));
   }
   return lockstep;
 }
@@ -91,25 +97,31 @@ void Lockstep::compare_chunk(int window, const Pass& pass, int begin, int from, 
   struct Job {
     std::vector<const float*> logits;
     TokenScore* scores;
+    bool against_previous;  // the job before it is the candidate, this one the baseline
   };
   std::vector<Job> jobs;
   for (Entry& entry : entries_) {
     if (!entry.active) continue;
     const size_t old = entry.scores.size();
     entry.scores.resize(old + n);
-    Job job{.logits = {}, .scores = entry.scores.data() + old};
+    Job job{.logits = {}, .scores = entry.scores.data() + old, .against_previous = entry.dequantize};
     for (int i = 0; i < n; ++i)
       job.logits.push_back(entry.context ? entry.context->logits(from + i) : base[i]);
     jobs.push_back(std::move(job));
   }
   std::atomic<int> next{0};
   auto work = [&] {
-    Distribution distribution;
+    Distribution distribution, decoded;
     for (int i = next++; i < n; i = next++) {
       const int position = begin + from + i;
       distribution.reset(base[i], n_vocab);
       for (const Job& job : jobs) {
-        job.scores[i] = distribution.compare(job.logits[i], pass.tokens[position + 1]);
+        if (job.against_previous) {
+          decoded.reset(job.logits[i], n_vocab);
+          job.scores[i] = decoded.compare((&job - 1)->logits[i], pass.tokens[position + 1]);
+        } else {
+          job.scores[i] = distribution.compare(job.logits[i], pass.tokens[position + 1]);
+        }
         job.scores[i].window = window;
         job.scores[i].position = position;
       }
@@ -151,6 +163,10 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
     const Summary summary = summarize(entry.scores, options_.bootstrap);
     if (entry.floor) {
       out->floors.push_back({.test = test, .quality = summary});
+      continue;
+    }
+    if (entry.dequantize) {
+      out->rows.back().fused_kl = summary.kl_mean;
       continue;
     }
     Row row;

@@ -51,6 +51,7 @@ class Lockstep {
     Candidate candidate;
     bool floor = false;
     bool active = true;
+    bool dequantize = false;  // the entry before it, with tiles decoded first; its scores judge that one
     std::unique_ptr<Context> context;  // null: the baseline itself
     std::vector<TokenScore> scores;
   };

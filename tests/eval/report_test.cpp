@@ -118,5 +118,18 @@ TEST(Effective, LayersWithTheSameAnswerShareAnEntry) {
   EXPECT_EQ(j[1]["reason"], "head size 20");
 }
 
+TEST(EvalTable, ShowsWhatIntegerArithmeticCosts) {
+  Evaluation e = evaluation();
+  e.rows[1].fused_kl = 0.0002;
+  EvaluateOptions o;
+  EXPECT_EQ(to_table(e, o, false).find("fused KL"), std::string::npos);
+  o.both_paths = true;
+  EXPECT_THAT(to_table(e, o, false), HasSubstr("0.00020 (2.0 %)"));
+  const nlohmann::json j = to_json(e, o, "text.txt");
+  EXPECT_DOUBLE_EQ(j["rows"][1]["fused"]["kl_mean"], 0.0002);
+  EXPECT_DOUBLE_EQ(j["rows"][1]["fused"]["share"], 0.02);
+  EXPECT_FALSE(j["rows"][0].contains("fused"));
+}
+
 }  // namespace
 }  // namespace kvant::eval

@@ -108,6 +108,9 @@ void add_other_flags(CLI::App* app, EvalFlags* f) {
       ->type_name("N")
       ->group(method);
   app->add_flag("--legs", f->legs, "also keys only and values only, per cache")->group(method);
+  app->add_flag("--both-paths", f->options.both_paths,
+                "also decode tiles first (--attention dequant): what attention on packed codes costs")
+      ->group(method);
   app->add_option("--max-kl", f->max_kl, "exit code 8 when a kvant cache has a larger mean KL in any test")
       ->check(decimal(0, 1000))
       ->type_name("KL")

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ struct EvaluateOptions {
   bool speed = true;        // prefill and decode tok/s with the model's own weights
   int speed_tokens = 2048;  // depth at which decoding is timed
   int decode_tokens = 64;
+  bool both_paths = false;  // quantized kvant candidates also run dequantize-first, for Row::fused_kl
   int chunk_tokens = 256;
   int threads = 2;
   BootstrapOptions bootstrap;
@@ -58,6 +60,9 @@ struct Row {
   double quantized_read_share = 0;  // of all attended (query, key) pairs of the test
   bool measures_quantization() const { return quantized_read_share > 0; }
   Speed speed;
+  // Mean KL of attention on packed codes against decoding the tiles first: what the integer arithmetic costs.
+  // Tiles of the first layer are the same; those of later ones follow from what each path computed.
+  std::optional<double> fused_kl;
   std::vector<ggml::CacheReport> caches;  // kvant only
   bool complete = true;                   // false: interrupted, fewer positions than the other rows
 };
