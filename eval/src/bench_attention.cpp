@@ -11,10 +11,12 @@
 #include "ggml-cpp.h"
 #include "ggml.h"
 #include "kvant/attention.h"
+#include "kvant/candidate.h"
 #include "kvant/half.h"
 #include "kvant/isa.h"
 #include "kvant/llama_session.h"
 #include "kvant/slot_cache.h"
+#include "peer_process.h"
 #include "timing.h"
 
 namespace kvant::eval {
@@ -51,11 +53,12 @@ class Subject {
  public:
   virtual ~Subject() = default;
   virtual Status build(const BenchAttentionOptions& options, int length) = 0;
-  double run(ggml_backend_t cpu) {
+  virtual Status run(ggml_backend_t cpu, double* seconds) {
     before_run();
     const double start = now_seconds();
     ggml_backend_graph_compute(cpu, graph_);
-    return now_seconds() - start;
+    *seconds = now_seconds() - start;
+    return {};
   }
   virtual double bytes_per_layer() const = 0;
   virtual Status check(ggml_backend_t, double*) { return {}; }
@@ -64,7 +67,7 @@ class Subject {
  protected:
   virtual void before_run() {}
   ggml_tensor* new_queries(const BenchAttentionOptions& o) {
-    ggml_tensor* q = ggml_new_tensor_3d(ctx_.get(), GGML_TYPE_F32, o.head_dim, 1, o.kv_heads * o.group);
+    ggml_tensor* q = ggml_new_tensor_3d(ctx_.get(), GGML_TYPE_F32, o.head_dim, o.forks, o.kv_heads * o.group);
     std::mt19937 rng(7);
     std::normal_distribution<float> normal;
     for (int64_t i = 0; i < ggml_nelements(q); ++i) static_cast<float*>(q->data)[i] = normal(rng);
@@ -89,7 +92,7 @@ class KvantSubject : public Subject {
     if (!layer.ok()) return layer.status();
     SlotCache::Options options;
     options.layers.assign(o.layers, layer.value());
-    options.n_slots = length;
+    options.n_slots = length - 1 + o.forks;
     options.window = scheme.value().window;
     options.sinks = scheme.value().sinks;
     options.max_threads = o.threads;
@@ -109,7 +112,8 @@ class KvantSubject : public Subject {
   }
 
   Status check(ggml_backend_t cpu, double* error) override {
-    run(cpu);
+    double seconds = 0;
+    KVANT_RETURN_IF_ERROR(run(cpu, &seconds));
     const size_t n = ggml_nelements(outputs_[0]);
     std::vector<float> reference(n);
     AttentionArgs args = args_of(0);
@@ -131,46 +135,62 @@ class KvantSubject : public Subject {
   }
 
  private:
-  Status fill(const BenchAttentionOptions& o, int length) {
-    constexpr int kStep = 512;
+  // `count` tokens from `first` on, of one sequence, unless `queries` say who sees what.
+  Status append(const BenchAttentionOptions& o, int first, int count, StreamQueries queries) {
     const int width = o.kv_heads * o.head_dim;
-    std::vector<float> rows(static_cast<size_t>(kStep) * width);
+    const RowSource source(width, 1);
+    std::vector<float> rows(static_cast<size_t>(count) * width);
     std::vector<int32_t> layers(o.layers);
     for (int l = 0; l < o.layers; ++l) layers[l] = l;
-    const RowSource source(width, 1);
+    std::vector<int64_t> slots(count);
+    for (int i = 0; i < count; ++i) slots[i] = first + i;
+    KVANT_RETURN_IF_ERROR(cache_->begin_batch(slots, layers));
+    KVANT_RETURN_IF_ERROR(cache_->plan({&queries, 1}, layers, &plan_));
+    source.fill(first, count, rows.data());
     std::vector<SealItem> items;
-    for (int at = 0; at < length; at += kStep) {
-      const int n = std::min(kStep, length - at);
-      std::vector<int64_t> slots(n);
-      for (int i = 0; i < n; ++i) slots[i] = at + i;
-      KVANT_RETURN_IF_ERROR(cache_->begin_batch(slots, layers));
-      const int32_t own[] = {at + n - 1};
-      const StreamQueries q{.stream = StreamId{0},
-                            .n_queries = 1,
-                            .n_slots = at + n,
-                            .mask = nullptr,
-                            .mask_stride = 0,
-                            .own_slot = own};
-      KVANT_RETURN_IF_ERROR(cache_->plan({&q, 1}, layers, &plan_));
-      source.fill(at, n, rows.data());
-      for (int l = 0; l < o.layers; ++l) {
-        for (const Side side : {Side::kKey, Side::kValue}) {
-          cache_->write(LayerId{l}, side, slots, rows.data(), width, {});
-        }
-        cache_->seal_items(LayerId{l}, plan_, &items);
-        for (const SealItem& item : items) cache_->seal_page(item);
+    for (int l = 0; l < o.layers; ++l) {
+      for (const Side side : {Side::kKey, Side::kValue}) {
+        cache_->write(LayerId{l}, side, slots, rows.data(), width, {});
       }
-      KVANT_RETURN_IF_ERROR(cache_->take_error());
+      cache_->seal_items(LayerId{l}, plan_, &items);
+      for (const SealItem& item : items) cache_->seal_page(item);
+    }
+    return cache_->take_error();
+  }
+
+  // The plan of the last batch is what is timed: one query per fork, which sees all common keys and its own.
+  Status fill(const BenchAttentionOptions& o, int length) {
+    constexpr int kStep = 512;
+    const int common = length - 1;
+    for (int at = 0; at < common; at += kStep) {
+      const int n = std::min(kStep, common - at);
+      const int32_t own[] = {at + n - 1};
+      KVANT_RETURN_IF_ERROR(append(o, at, n,
+                                   {.stream = StreamId{0},
+                                    .n_queries = 1,
+                                    .n_slots = at + n,
+                                    .mask = nullptr,
+                                    .mask_stride = 0,
+                                    .own_slot = own}));
       cache_->end_batch(plan_);
     }
-    // The plan of one more query that sees everything.
-    const StreamQueries q{.stream = StreamId{0},
-                          .n_queries = 1,
-                          .n_slots = length,
-                          .mask = nullptr,
-                          .mask_stride = 0,
-                          .own_slot = {}};
-    return cache_->plan({&q, 1}, layers, &plan_);
+    constexpr uint16_t kHidden = 0xFC00;  // -inf
+    const int slots = common + o.forks;
+    mask_.assign(static_cast<size_t>(o.forks) * slots, 0);
+    std::vector<int32_t> own(o.forks);
+    for (int f = 0; f < o.forks; ++f) {
+      own[f] = common + f;
+      for (int other = 0; other < o.forks; ++other) {
+        if (other != f) mask_[static_cast<size_t>(f) * slots + common + other] = kHidden;
+      }
+    }
+    return append(o, common, o.forks,
+                  {.stream = StreamId{0},
+                   .n_queries = o.forks,
+                   .n_slots = slots,
+                   .mask = mask_.data(),
+                   .mask_stride = static_cast<size_t>(slots),
+                   .own_slot = own});
   }
 
   AttentionArgs args_of(int layer) const {
@@ -178,9 +198,11 @@ class KvantSubject : public Subject {
     return {.layer = LayerId{layer},
             .plan = &plan_,
             .q = static_cast<const float*>(q_->data),
-            .q_head = dim,
+            .q_head = dim * static_cast<size_t>(q_->ne[1]),
+            .q_token = dim,
             .out = static_cast<float*>(outputs_[layer]->data),
             .out_head = dim,
+            .out_token = dim * static_cast<size_t>(q_->ne[2]),
             .scale = 1.0f / std::sqrt(static_cast<float>(dim))};
   }
 
@@ -196,7 +218,7 @@ class KvantSubject : public Subject {
     for (int l = 0; l < o.layers; ++l) {
       ggml_tensor* args[] = {q_};
       ggml_tensor* out = ggml_custom_4d(
-          ctx_.get(), GGML_TYPE_F32, o.head_dim, o.kv_heads * o.group, 1, 1, args, 1,
+          ctx_.get(), GGML_TYPE_F32, o.head_dim, o.kv_heads * o.group, o.forks, 1, args, 1,
           [](ggml_tensor*, int ith, int nth, void* job) {
             static_cast<AttentionJob*>(job)->run({ith, nth});
           },
@@ -217,6 +239,7 @@ class KvantSubject : public Subject {
   std::unique_ptr<SlotCache> cache_;
   std::unique_ptr<AttentionWorkspace> workspace_;
   BatchPlan plan_;
+  std::vector<uint16_t> mask_;
   std::vector<AttentionJob> jobs_;
   ggml_tensor* q_ = nullptr;
   std::vector<ggml_tensor*> outputs_;
@@ -293,6 +316,30 @@ class LlamaSubject : public Subject {
   double bytes_ = 0;
 };
 
+class IkSubject : public Subject {
+ public:
+  explicit IkSubject(std::string type) : type_(std::move(type)) {}
+  Status build(const BenchAttentionOptions& o, int length) override {
+    Result<std::unique_ptr<PeerProcess>> process = PeerProcess::start(
+        {"attention", type_, std::to_string(length), std::to_string(o.head_dim), std::to_string(o.kv_heads),
+         std::to_string(o.group), std::to_string(o.layers), std::to_string(o.threads)});
+    if (!process.ok()) return process.status();
+    process_ = std::move(process.value());
+    return {};
+  }
+  Status run(ggml_backend_t, double* seconds) override {
+    const Result<std::vector<double>> answer = process_->ask("run 1");
+    if (!answer.ok()) return answer.status();
+    *seconds = answer.value().front();
+    return {};
+  }
+  double bytes_per_layer() const override { return static_cast<double>(process_->cache_bytes()); }
+
+ private:
+  std::string type_;
+  std::unique_ptr<PeerProcess> process_;
+};
+
 // Bytes per second of plain reads by `threads` threads over a buffer beyond every cache; best of five.
 double read_stream(int threads) {
   const size_t words = (size_t{512} << 20) / 8;
@@ -323,24 +370,21 @@ double read_stream(int threads) {
 }
 
 Result<std::vector<std::unique_ptr<Subject>>> make_subjects(const std::string& name) {
+  const Result<std::vector<Candidate>> parsed = parse_bench_candidates(name);
+  if (!parsed.ok()) return parsed.status();
+  const Candidate& c = parsed.value().front();
   std::vector<std::unique_ptr<Subject>> subjects;
-  if (name.rfind("llama:", 0) != 0) {
-    const Result<Scheme> scheme = parse_scheme(name);
-    if (!scheme.ok()) return scheme.status();
+  if (!c.ik_type.empty()) {
+    subjects.push_back(std::make_unique<IkSubject>(c.ik_type));
+  } else if (!c.peer) {
     subjects.push_back(std::make_unique<KvantSubject>(name));
-    return subjects;
+  } else if (c.type_k == c.type_v) {
+    subjects.push_back(std::make_unique<LlamaSubject>(c.type_k, true));
+    if (c.baseline()) subjects.push_back(std::make_unique<LlamaSubject>(c.type_k, false));
+  } else {
+    return Status(Code::kUnsupported, "'" + name + "': keys and values of one type are measured here");
   }
-  for (const ggml_type type :
-       {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0}) {
-    if (name.substr(6) != ggml_type_name(type)) continue;
-    subjects.push_back(std::make_unique<LlamaSubject>(type, true));
-    if (type == GGML_TYPE_F16) subjects.push_back(std::make_unique<LlamaSubject>(type, false));
-    return subjects;
-  }
-  return Status(Code::kInvalidArgument,
-                "'" + name +
-                    "' is not a cache type that is measured here; use llama:f16, llama:q8_0, llama:q5_1, "
-                    "llama:q5_0, llama:q4_1 or llama:q4_0");
+  return subjects;
 }
 
 struct Timed {
@@ -362,15 +406,16 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
       t.cache = name;
       t.subject = std::move(subject);
       KVANT_RETURN_IF_ERROR(t.subject->build(o, length));
-      KVANT_RETURN_IF_ERROR(t.subject->check(cpu, &t.error));
-      t.subject->run(cpu);
+      if (length <= o.check_keys) KVANT_RETURN_IF_ERROR(t.subject->check(cpu, &t.error));
+      double warm = 0;
+      KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &warm));
       timed.push_back(std::move(t));
     }
   }
   for (int round = 0; round < o.repeats; ++round) {
     for (Timed& t : timed) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
-      t.seconds.push_back(t.subject->run(cpu));
+      KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &t.seconds.emplace_back()));
       if (o.progress)
         o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
     }
@@ -380,10 +425,11 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
     AttentionRow row;
     row.cache = t.cache;
     row.length = length;
-    row.ns_per_head_key = seconds * 1e9 / (static_cast<double>(length) * o.kv_heads * o.group);
+    row.seconds = seconds;
+    row.ns_per_head_key = seconds * 1e9 / (static_cast<double>(length) * o.kv_heads * o.group * o.forks);
     row.cache_bytes = t.subject->bytes_per_layer();
     row.gigabytes_per_s = row.cache_bytes / seconds * 1e-9;
-    row.stream_share = row.gigabytes_per_s / out->stream_gigabytes_per_s;
+    if (o.stream) row.stream_share = row.gigabytes_per_s / out->stream_gigabytes_per_s;
     row.max_error = t.error;
     row.note = t.subject->note;
     AttentionRow* last = out->rows.empty() ? nullptr : &out->rows.back();
@@ -400,9 +446,14 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
 
 Status bench_attention(const BenchAttentionOptions& options, AttentionBench* out) {
   KVANT_RETURN_IF_ERROR(init_backends());
+  for (const std::string& name : options.caches) {
+    if (options.forks > 1 && (name.starts_with("llama:") || name.starts_with("ik:"))) {
+      return {Code::kUnsupported, name + ": sequences that share keys are measured of kvant's caches only"};
+    }
+  }
   *out = {};
   out->isa = active_isa();
-  out->stream_gigabytes_per_s = read_stream(options.threads) * 1e-9;
+  if (options.stream) out->stream_gigabytes_per_s = read_stream(options.threads) * 1e-9;
   const ggml_backend_ptr cpu(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
   if (!cpu) return {Code::kInternal, "ggml has no CPU backend"};
   ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu.get()));

@@ -4,6 +4,8 @@
 #include <memory>
 
 #include "kvant/llama_session.h"
+#include "kvant/profile.h"
+#include "peer_process.h"
 #include "timing.h"
 
 namespace kvant::eval {
@@ -11,130 +13,219 @@ namespace {
 
 constexpr int kSeedTokens = 512;
 
-struct Subject {
-  const Candidate* candidate = nullptr;
-  bool flash = true;
-  std::unique_ptr<Context> context;
-  int position = 0;
-  std::vector<double> step_seconds;
-  double prefill_seconds = 0;
+int context_tokens(const BenchDecodeOptions& o, int depth) {
+  const int n =
+      depth + kSeedTokens + o.rounds * o.round_tokens + (1 + o.prefill_rounds) * o.prefill_tokens + 8;
+  return (n + 255) / 256 * 256;
+}
+
+int batch_tokens(const BenchDecodeOptions& o) { return std::max(kSeedTokens, o.prefill_tokens); }
+
+// One filled cache that can be timed.
+class Subject {
+ public:
+  virtual ~Subject() = default;
+  virtual Status steps(int n, std::vector<double>* seconds) = 0;
+  virtual Status prefill(int n, double* seconds) = 0;
+  virtual size_t cache_bytes() const = 0;
 };
 
-Status fill(Context* context, const std::vector<llama_token>& tokens, int depth) {
-  if (depth == 0) return {};
-  const int seed = std::min(kSeedTokens, depth);
-  KVANT_RETURN_IF_ERROR(context->decode({tokens.data(), static_cast<size_t>(seed)}, 0, seed));
-  llama_synchronize(context->get());
-  if (depth == seed) return {};
-  std::vector<uint8_t> state(llama_state_seq_get_size(context->get(), 0));
-  if (llama_state_seq_get_data(context->get(), state.data(), state.size(), 0) != state.size()) {
-    return {Code::kInternal, "llama.cpp gave no sequence state"};
-  }
-  const Result<std::vector<uint8_t>> filled = repeat_state(state, depth);
-  if (!filled.ok()) return filled.status();
-  context->clear();
-  if (llama_state_seq_set_data(context->get(), filled.value().data(), filled.value().size(), 0) == 0) {
-    return {Code::kInternal, "llama.cpp refused the repeated sequence state"};
-  }
-  return {};
-}
+class LlamaSubject : public Subject {
+ public:
+  LlamaSubject(std::unique_ptr<Context> context, const std::vector<llama_token>& tokens)
+      : context_(std::move(context)), tokens_(tokens) {}
 
-Status step(Subject* s, const std::vector<llama_token>& tokens, double* seconds) {
-  const llama_token token = tokens[static_cast<size_t>(s->position) % tokens.size()];
-  const double start = now_seconds();
-  KVANT_RETURN_IF_ERROR(s->context->decode({&token, 1}, s->position, 0));
-  if (s->context->logits(0) == nullptr) return {Code::kInternal, "llama.cpp gave no logits"};
-  *seconds = now_seconds() - start;
-  ++s->position;
-  return {};
-}
+  Status fill(int depth) {
+    if (depth == 0) return {};
+    const int seed = std::min(kSeedTokens, depth);
+    KVANT_RETURN_IF_ERROR(context_->decode({tokens_.data(), static_cast<size_t>(seed)}, 0, seed));
+    llama_synchronize(context_->get());
+    position_ = depth;
+    if (depth == seed) return {};
+    std::vector<uint8_t> state(llama_state_seq_get_size(context_->get(), 0));
+    if (llama_state_seq_get_data(context_->get(), state.data(), state.size(), 0) != state.size()) {
+      return {Code::kInternal, "llama.cpp gave no sequence state"};
+    }
+    const Result<std::vector<uint8_t>> filled = repeat_state(state, depth);
+    if (!filled.ok()) return filled.status();
+    context_->clear();
+    if (llama_state_seq_set_data(context_->get(), filled.value().data(), filled.value().size(), 0) == 0) {
+      return {Code::kInternal, "llama.cpp refused the repeated sequence state"};
+    }
+    return {};
+  }
 
-Status make_subject(const BenchDecodeOptions& o, const Model& model, const std::vector<llama_token>& tokens,
-                    int depth, Subject* s) {
-  const Candidate& c = *s->candidate;
+  Status steps(int n, std::vector<double>* seconds) override {
+    for (int i = 0; i < n; ++i) {
+      const llama_token token = tokens_[static_cast<size_t>(position_) % tokens_.size()];
+      const double start = now_seconds();
+      KVANT_RETURN_IF_ERROR(context_->decode({&token, 1}, position_, 0));
+      if (context_->logits(0) == nullptr) return {Code::kInternal, "llama.cpp gave no logits"};
+      seconds->push_back(now_seconds() - start);
+      ++position_;
+    }
+    return {};
+  }
+
+  Status prefill(int n, double* seconds) override {
+    std::vector<llama_token> batch(n);
+    for (int i = 0; i < n; ++i) batch[i] = tokens_[static_cast<size_t>(i) % tokens_.size()];
+    const double start = now_seconds();
+    KVANT_RETURN_IF_ERROR(context_->decode(batch, position_, n - 1));
+    llama_synchronize(context_->get());
+    *seconds = now_seconds() - start;
+    position_ += n;
+    return {};
+  }
+
+  size_t cache_bytes() const override {
+    size_t bytes = 0;
+    for (const ggml::CacheReport& r : context_->reports()) bytes += r.memory.total() + r.engine_bytes;
+    return bytes;
+  }
+
+ private:
+  std::unique_ptr<Context> context_;
+  const std::vector<llama_token>& tokens_;
+  int position_ = 0;
+};
+
+class IkSubject : public Subject {
+ public:
+  explicit IkSubject(std::unique_ptr<PeerProcess> process) : process_(std::move(process)) {}
+  Status steps(int n, std::vector<double>* seconds) override {
+    const Result<std::vector<double>> answer = process_->ask("step " + std::to_string(n));
+    if (!answer.ok()) return answer.status();
+    seconds->insert(seconds->end(), answer.value().begin(), answer.value().end());
+    return {};
+  }
+  Status prefill(int n, double* seconds) override {
+    const Result<std::vector<double>> answer = process_->ask("prefill " + std::to_string(n));
+    if (!answer.ok()) return answer.status();
+    *seconds = answer.value().front();
+    return {};
+  }
+  size_t cache_bytes() const override { return process_->cache_bytes(); }
+
+ private:
+  std::unique_ptr<PeerProcess> process_;
+};
+
+struct Timed {
+  const Candidate* candidate = nullptr;
+  bool flash = true;
+  std::unique_ptr<Subject> subject;
+  std::vector<double> step_seconds;
+  std::vector<double> prefill_seconds;
+  ggml::Profile profile;
+};
+
+struct Models {
+  const Model& cpu;
+  const Model& kvant;
+  std::vector<llama_token> tokens;
+};
+
+Result<std::unique_ptr<Subject>> make_subject(const BenchDecodeOptions& o, const Models& models,
+                                              const Candidate& c, bool flash, int depth) {
+  if (!c.ik_type.empty()) {
+    Result<std::unique_ptr<PeerProcess>> process = PeerProcess::start(
+        {"decode", o.model_path, c.ik_type, std::to_string(depth), std::to_string(context_tokens(o, depth)),
+         std::to_string(batch_tokens(o)), std::to_string(o.threads)});
+    if (!process.ok()) return process.status();
+    return std::unique_ptr<Subject>(std::make_unique<IkSubject>(std::move(process.value())));
+  }
   ContextOptions options;
-  options.n_ctx = depth + kSeedTokens + o.rounds * o.round_tokens + 2 * o.prefill_tokens + 8;
-  options.n_ctx = (options.n_ctx + 255) / 256 * 256;
-  options.n_batch = std::max(kSeedTokens, o.prefill_tokens);
+  options.n_ctx = context_tokens(o, depth);
+  options.n_batch = batch_tokens(o);
   options.n_threads = o.threads;
   options.type_k = c.type_k;
   options.type_v = c.type_v;
-  options.flash_attention = s->flash;
+  options.flash_attention = flash;
   ggml::Options kvant = o.kvant;
   kvant.scheme = c.scheme;
-  Result<std::unique_ptr<Context>> context = Context::create(model, options, kvant);
+  Result<std::unique_ptr<Context>> context =
+      Context::create(c.peer ? models.cpu : models.kvant, options, kvant);
   if (!context.ok()) return context.status();
-  s->context = std::move(context.value());
-  KVANT_RETURN_IF_ERROR(fill(s->context.get(), tokens, depth));
-  s->position = depth;
-  double warm = 0;
-  return step(s, tokens, &warm);
+  auto subject = std::make_unique<LlamaSubject>(std::move(context.value()), models.tokens);
+  KVANT_RETURN_IF_ERROR(subject->fill(depth));
+  // The first step over a filled cache encodes all of it.
+  std::vector<double> warm;
+  KVANT_RETURN_IF_ERROR(subject->steps(1, &warm));
+  return std::unique_ptr<Subject>(std::move(subject));
 }
 
-Status measure_prefill(const BenchDecodeOptions& o, const std::vector<llama_token>& tokens, Subject* s) {
-  if (o.prefill_tokens == 0) return {};
-  std::vector<llama_token> batch(o.prefill_tokens);
-  for (int i = 0; i < o.prefill_tokens; ++i) batch[i] = tokens[static_cast<size_t>(i) % tokens.size()];
-  const double start = now_seconds();
-  KVANT_RETURN_IF_ERROR(s->context->decode(batch, s->position, o.prefill_tokens - 1));
-  llama_synchronize(s->context->get());
-  s->prefill_seconds = now_seconds() - start;
+Status time_steps(const BenchDecodeOptions& o, int depth, std::vector<Timed>* timed) {
+  for (int round = 0; round < o.rounds; ++round) {
+    for (Timed& t : *timed) {
+      if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
+      (void)ggml::take_profile();
+      KVANT_RETURN_IF_ERROR(t.subject->steps(o.round_tokens, &t.step_seconds));
+      t.profile += ggml::take_profile();
+      if (o.progress)
+        o.progress((round + 1.0) / (o.rounds + 1), t.candidate->name + " at depth " + std::to_string(depth));
+    }
+  }
   return {};
 }
 
-size_t cache_bytes(const Subject& s) {
-  size_t bytes = 0;
-  for (const ggml::CacheReport& r : s.context->reports()) bytes += r.memory.total() + r.engine_bytes;
-  return bytes;
+Status time_prefills(const BenchDecodeOptions& o, std::vector<Timed>* timed) {
+  for (int round = 0; o.prefill_tokens > 0 && round < o.prefill_rounds; ++round) {
+    for (Timed& t : *timed) {
+      if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
+      if (round > 0 && t.prefill_seconds[0] > kLongPrefillSeconds) continue;
+      double seconds = 0;
+      KVANT_RETURN_IF_ERROR(t.subject->prefill(o.prefill_tokens, &seconds));
+      t.prefill_seconds.push_back(seconds);
+    }
+  }
+  return {};
 }
 
-Status run_depth(const BenchDecodeOptions& o, const Model& cpu, const Model& kvant,
-                 const std::vector<llama_token>& tokens, int depth, std::vector<DecodeRow>* out) {
-  std::vector<Subject> subjects;
+DecodeRow row_of(const BenchDecodeOptions& o, const Timed& t, int depth) {
+  DecodeRow row;
+  row.cache = t.candidate->name;
+  row.depth = depth;
+  row.decode_tok_s = 1.0 / median(t.step_seconds);
+  row.prefill_tok_s = t.prefill_seconds.empty() ? 0 : o.prefill_tokens / median(t.prefill_seconds);
+  row.flash_attention = t.flash;
+  row.cache_bytes = t.subject->cache_bytes();
+  if (t.profile.total_seconds > 0) row.encode_share = t.profile.encode_seconds / t.profile.total_seconds;
+  return row;
+}
+
+void add_row(const DecodeRow& row, std::vector<DecodeRow>* out) {
+  DecodeRow* last = out->empty() ? nullptr : &out->back();
+  if (last == nullptr || last->cache != row.cache || last->depth != row.depth) {
+    out->push_back(row);
+    return;
+  }
+  // The same cache with flash attention off: the faster of the two counts.
+  last->prefill_tok_s = std::max(last->prefill_tok_s, row.prefill_tok_s);
+  if (row.decode_tok_s > last->decode_tok_s) {
+    last->decode_tok_s = row.decode_tok_s;
+    last->flash_attention = row.flash_attention;
+  }
+}
+
+Status run_depth(const BenchDecodeOptions& o, const Models& models, int depth, std::vector<DecodeRow>* out) {
+  std::vector<Timed> timed;
   for (const Candidate& c : o.caches) {
     for (const bool flash : {true, false}) {
       if (!flash && !c.baseline()) continue;
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
       if (o.progress) o.progress(0, c.name + " at depth " + std::to_string(depth));
-      Subject s;
-      s.candidate = &c;
-      s.flash = flash;
-      KVANT_RETURN_IF_ERROR(make_subject(o, c.peer ? cpu : kvant, tokens, depth, &s));
-      subjects.push_back(std::move(s));
+      Result<std::unique_ptr<Subject>> subject = make_subject(o, models, c, flash, depth);
+      if (!subject.ok()) return {subject.status().code(), c.name + ": " + subject.status().message()};
+      Timed& t = timed.emplace_back();
+      t.candidate = &c;
+      t.flash = flash;
+      t.subject = std::move(subject.value());
     }
   }
-  for (int round = 0; round < o.rounds; ++round) {
-    for (Subject& s : subjects) {
-      for (int i = 0; i < o.round_tokens; ++i) {
-        if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
-        double seconds = 0;
-        KVANT_RETURN_IF_ERROR(step(&s, tokens, &seconds));
-        s.step_seconds.push_back(seconds);
-      }
-      if (o.progress)
-        o.progress((round + 1.0) / (o.rounds + 1), s.candidate->name + " at depth " + std::to_string(depth));
-    }
-  }
-  for (Subject& s : subjects) {
-    KVANT_RETURN_IF_ERROR(measure_prefill(o, tokens, &s));
-    DecodeRow row;
-    row.cache = s.candidate->name;
-    row.depth = depth;
-    row.decode_tok_s = 1.0 / median(s.step_seconds);
-    row.prefill_tok_s = s.prefill_seconds > 0 ? o.prefill_tokens / s.prefill_seconds : 0;
-    row.flash_attention = s.flash;
-    row.cache_bytes = cache_bytes(s);
-    DecodeRow* last = out->empty() ? nullptr : &out->back();
-    if (last != nullptr && last->cache == row.cache && last->depth == depth) {
-      last->prefill_tok_s = std::max(last->prefill_tok_s, row.prefill_tok_s);
-      if (row.decode_tok_s > last->decode_tok_s) {
-        last->decode_tok_s = row.decode_tok_s;
-        last->flash_attention = row.flash_attention;
-      }
-      continue;
-    }
-    out->push_back(row);
-  }
+  KVANT_RETURN_IF_ERROR(time_steps(o, depth, &timed));
+  KVANT_RETURN_IF_ERROR(time_prefills(o, &timed));
+  for (const Timed& t : timed) add_row(row_of(o, t, depth), out);
   return {};
 }
 
@@ -147,13 +238,17 @@ Status bench_decode(const BenchDecodeOptions& options, std::vector<DecodeRow>* o
   Result<std::unique_ptr<Model>> kvant = Model::load(options.model_path, Device::kKvant);
   if (!kvant.ok()) return kvant.status();
   const int vocab = cpu.value()->n_vocab();
-  std::vector<llama_token> tokens(kSeedTokens);
+  Models models{*cpu.value(), *kvant.value(), std::vector<llama_token>(kSeedTokens)};
   for (int i = 0; i < kSeedTokens; ++i)
-    tokens[i] = static_cast<llama_token>((i * 7919 + 13) % std::min(vocab, 32000));
+    models.tokens[i] = static_cast<llama_token>((i * 7919 + 13) % std::min(vocab, 32000));
+  ggml::set_profiling(true);
+  Status status;
   for (const int depth : options.depths) {
-    KVANT_RETURN_IF_ERROR(run_depth(options, *cpu.value(), *kvant.value(), tokens, depth, out));
+    status = run_depth(options, models, depth, out);
+    if (!status.ok()) break;
   }
-  return {};
+  ggml::set_profiling(false);
+  return status;
 }
 
 }  // namespace kvant::eval

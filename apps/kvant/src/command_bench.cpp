@@ -1,14 +1,17 @@
 // kvant bench: how fast caches are read, side by side in one run.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "cli.h"
 #include "kvant/bench_attention.h"
+#include "kvant/bench_bars.h"
 #include "kvant/bench_decode.h"
 #include "kvant/candidate.h"
+#include "kvant/isa.h"
 #include "kvant/llama_session.h"
 
 namespace kvant::cli {
@@ -16,23 +19,36 @@ namespace {
 
 struct AttentionFlags {
   eval::BenchAttentionOptions options;
-  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4,k=t4,v=t4,kv3,kv2";
+  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4,k=t4,v=t4,kv3,kv2", peers;
   bool json = false;
 };
+
+// --peer adds to --kv.
+std::string with_peers(const std::string& caches, const std::string& peers) {
+  return peers.empty() ? caches : peers + ";" + caches;
+}
+
+void add_peer_option(CLI::App* app, std::string* peers) {
+  app->add_option("--peer", *peers,
+                  "more caches of other engines: llama:TYPE, ik:TYPE (after ./run setup peers)")
+      ->type_name("LIST");
+}
 
 constexpr char kAttentionFooter[] =
     "\nExamples:\n"
     "  kvant bench attention\n"
     "  kvant bench attention --kv exact,kv4,llama:f16,llama:q4_0 --lengths 4096,32768 --group 4\n"
+    "  kvant bench attention --kv kv4 --lengths 16384 --forks 8\n"
     "\nOne query per step, as in decoding. Results are checked against double precision over the stored "
     "values before\n"
     "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory in the same run.\n";
 
 std::string repro(const eval::BenchAttentionOptions& o) {
   return fmt::format(
-      "kvant bench attention --kv '{}' --lengths {} --head-dim {} --kv-heads {} --group {} --layers {} -t {} "
-      "--repeats {}",
-      fmt::join(o.caches, ";"), fmt::join(o.lengths, ","), o.head_dim, o.kv_heads, o.group, o.layers,
+      "kvant bench attention --kv '{}' --lengths {} --head-dim {} --kv-heads {} --group {} --forks {} "
+      "--layers {} "
+      "-t {} --repeats {}",
+      fmt::join(o.caches, ";"), fmt::join(o.lengths, ","), o.head_dim, o.kv_heads, o.group, o.forks, o.layers,
       o.threads, o.repeats);
 }
 
@@ -41,6 +57,7 @@ void print_json(const eval::AttentionBench& bench, const eval::BenchAttentionOpt
   for (const eval::AttentionRow& r : bench.rows) {
     rows.push_back({{"cache", r.cache},
                     {"length", r.length},
+                    {"seconds", r.seconds},
                     {"ns_per_head_key", r.ns_per_head_key},
                     {"cache_bytes", r.cache_bytes},
                     {"gb_per_s", r.gigabytes_per_s},
@@ -70,7 +87,7 @@ void print_table(const eval::AttentionBench& bench, const eval::BenchAttentionOp
 
 int do_attention(AttentionFlags* f) {
   catch_interrupt();
-  f->options.caches = eval::split_candidates(f->caches);
+  f->options.caches = eval::split_candidates(with_peers(f->caches, f->peers));
   ProgressLine progress;
   f->options.progress = [&](double share, const std::string& what) { progress.show(share, what); };
   f->options.cancelled = [] { return interrupted(); };
@@ -90,7 +107,7 @@ int do_attention(AttentionFlags* f) {
 struct DecodeFlags {
   eval::BenchDecodeOptions options;
   CacheFlags cache;
-  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4";
+  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4", peers;
   bool json = false;
 };
 
@@ -98,13 +115,16 @@ constexpr char kDecodeFooter[] =
     "\nExamples:\n"
     "  kvant bench decode -m model.gguf --depths 0,4096\n"
     "  kvant bench decode -m model.gguf --kv llama:f16,llama:q4_0,kv4 --depths 7936 --json\n"
+    "  kvant bench decode -m model.gguf --kv exact,kv4 --peer llama:f16,ik:q4_0 --depths 32768\n"
     "\nWhole steps of the model over a filled cache. Contexts of all caches live at once and take turns.\n";
 
 std::string repro(const DecodeFlags& f) {
   return fmt::format(
-      "kvant bench decode -m {} --kv '{}' --depths {} -t {} --rounds {} --round-tokens {} --prefill {}",
-      f.options.model_path, f.caches, fmt::join(f.options.depths, ","), f.options.threads, f.options.rounds,
-      f.options.round_tokens, f.options.prefill_tokens);
+      "kvant bench decode -m {} --kv '{}' --depths {} -t {} --rounds {} --round-tokens {} --prefill {} "
+      "--prefill-rounds {}",
+      f.options.model_path, with_peers(f.caches, f.peers), fmt::join(f.options.depths, ","),
+      f.options.threads, f.options.rounds, f.options.round_tokens, f.options.prefill_tokens,
+      f.options.prefill_rounds);
 }
 
 void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f) {
@@ -116,6 +136,7 @@ void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f
                       {"decode_tok_s", r.decode_tok_s},
                       {"prefill_tok_s", r.prefill_tok_s},
                       {"flash_attention", r.flash_attention},
+                      {"encode_share", r.encode_share},
                       {"cache_bytes", r.cache_bytes}});
     }
     const nlohmann::json out = {
@@ -138,7 +159,8 @@ int do_decode(DecodeFlags* f) {
   std::vector<std::string> overridden;
   const Status options = cache_options(f->cache, &f->options.kvant, &overridden);
   if (!options.ok()) return fail(options);
-  const Result<std::vector<eval::Candidate>> caches = eval::parse_candidates(f->caches);
+  const Result<std::vector<eval::Candidate>> caches =
+      eval::parse_bench_candidates(with_peers(f->caches, f->peers));
   if (!caches.ok()) return fail(caches.status());
   catch_interrupt();
   eval::show_llama_messages(false);
@@ -183,7 +205,120 @@ CLI::App* add_decode(CLI::App* bench, DecodeFlags* f) {
   app->add_option("--prefill", o.prefill_tokens, "tokens of one prefill batch, 0: none (default 512)")
       ->check(whole_number(0, 4096))
       ->type_name("N");
+  app->add_option("--prefill-rounds", o.prefill_rounds, "rounds of prefill; the median counts (default 1)")
+      ->check(whole_number(1, 100))
+      ->type_name("N");
+  add_peer_option(app, &f->peers);
   add_cache_flags(app, &f->cache);
+  app->add_flag("--json", f->json, "print JSON");
+  return app;
+}
+
+struct BarsFlags {
+  eval::BarsOptions options;
+  bool json = false;
+};
+
+constexpr char kBarsFooter[] =
+    "\nExamples:\n"
+    "  kvant bench bars -m SmolLM2-135M-Instruct.Q4_1.gguf\n"
+    "  kvant bench bars -m SmolLM2-135M-Instruct.Q4_1.gguf --only attention,forks --json\n"
+    "\nEach row is a median of rounds that interleave the caches. Results are checked before they are timed. "
+    "Exit code\n8 when a row that was measured falls short.\n";
+
+const char* state_name(eval::BarState state) {
+  switch (state) {
+    case eval::BarState::kHolds:
+      return "holds";
+    case eval::BarState::kShort:
+      return "falls short";
+    case eval::BarState::kNotMeasured:
+      break;
+  }
+  return "not measured";
+}
+
+std::string repro(const BarsFlags& f) {
+  const eval::BarsOptions& o = f.options;
+  return fmt::format("kvant bench bars -m {}{}{} --cache '{}' -t {}{}{}", o.model_path,
+                     o.shapes_path.empty() ? "" : " --shapes ", o.shapes_path, o.cache, o.threads,
+                     o.only.empty() ? "" : " --only ", fmt::join(o.only, ","));
+}
+
+void print_bars(const std::vector<eval::BarRow>& rows, const BarsFlags& f) {
+  if (f.json) {
+    nlohmann::json list = nlohmann::json::array();
+    for (const eval::BarRow& r : rows) {
+      const bool measured = r.state != eval::BarState::kNotMeasured;
+      list.push_back({{"group", r.group},
+                      {"what", r.what},
+                      {"figure", measured ? nlohmann::json(r.figure) : nlohmann::json()},
+                      {"bar", r.bound},
+                      {"at_most", r.at_most},
+                      {"state", state_name(r.state)},
+                      {"note", r.note}});
+    }
+    const nlohmann::json out = {{"version", 1},
+                                {"isa", std::string(active_isa())},
+                                {"threads", f.options.threads},
+                                {"command", repro(f)},
+                                {"rows", list}};
+    std::printf("%s\n", out.dump(2).c_str());
+    return;
+  }
+  std::printf(
+      "isa %s, %d threads\n\n| --only | what | figure | bar | | measured |\n|---|---|---|---|---|---|\n",
+      std::string(active_isa()).c_str(), f.options.threads);
+  for (const eval::BarRow& r : rows) {
+    const bool measured = r.state != eval::BarState::kNotMeasured;
+    std::printf("| %s | %s | %s | %s %.3g | %s | %s |\n", r.group.c_str(), r.what.c_str(),
+                measured ? fmt::format("{:.3f}", r.figure).c_str() : "", r.at_most ? "<=" : ">=", r.bound,
+                state_name(r.state), r.note.c_str());
+  }
+  std::printf("\n%s\n", repro(f).c_str());
+}
+
+int do_bars(BarsFlags* f) {
+  catch_interrupt();
+  eval::show_llama_messages(false);
+  if (f->options.threads == 0) f->options.threads = default_threads();
+  ProgressLine progress;
+  f->options.progress = [&](const std::string& group) {
+    const auto& all = eval::bar_groups();
+    const auto at = std::find(all.begin(), all.end(), group) - all.begin();
+    progress.show(static_cast<double>(at) / static_cast<double>(all.size()), group);
+  };
+  f->options.cancelled = [] { return interrupted(); };
+  std::vector<eval::BarRow> rows;
+  const Status status = eval::bench_bars(f->options, &rows);
+  progress.clear();
+  if (!rows.empty()) print_bars(rows, *f);
+  if (!status.ok()) return fail(status);
+  const bool all_hold = std::none_of(rows.begin(), rows.end(),
+                                     [](const eval::BarRow& r) { return r.state == eval::BarState::kShort; });
+  return all_hold ? kOk : kBarFailed;
+}
+
+CLI::App* add_bars(CLI::App* bench, BarsFlags* f) {
+  eval::BarsOptions& o = f->options;
+  o.threads = 0;
+  CLI::App* app = bench->add_subcommand("bars", "the project's bars: figure, bar, holds or not");
+  app->footer(kBarsFooter);
+  app->add_option("-m,--model", o.model_path, "SmolLM2-135M-Instruct with its own weights (GGUF)")
+      ->required()
+      ->check(readable_file())
+      ->type_name("FILE");
+  app->add_option("--shapes", o.shapes_path,
+                  "8 layers, 8 query and 2 KV heads x 128 (default: written into the cache folder once)")
+      ->check(readable_file())
+      ->type_name("FILE");
+  app->add_option("--cache", o.cache, "the 4-bit cache (default kv4)")->type_name("SCHEME");
+  app->add_option("--only", o.only, fmt::format("these groups: {}", fmt::join(eval::bar_groups(), ", ")))
+      ->delimiter(',')
+      ->type_name("LIST");
+  app->add_option("-t,--threads", o.threads, "threads (default: all cores)")
+      ->check(whole_number(1, 512))
+      ->type_name("N");
   app->add_flag("--json", f->json, "print JSON");
   return app;
 }
@@ -214,6 +349,9 @@ Command add_bench(CLI::App& root) {
   app->add_option("--group", o.group, "query heads per KV head (default 4)")
       ->check(whole_number(1, 64))
       ->type_name("N");
+  app->add_option("--forks", o.forks, "sequences that share all keys but their own newest one (default 1)")
+      ->check(whole_number(1, 64))
+      ->type_name("N");
   app->add_option("--layers", o.layers, "caches visited in turn (default 8)")
       ->check(whole_number(1, 64))
       ->type_name("N");
@@ -223,11 +361,17 @@ Command add_bench(CLI::App& root) {
   app->add_option("--repeats", o.repeats, "rounds; the median counts (default 5)")
       ->check(whole_number(1, 1000))
       ->type_name("N");
+  add_peer_option(app, &f->peers);
   app->add_flag("--json", f->json, "print JSON");
   auto d = std::make_shared<DecodeFlags>();
   CLI::App* decode = add_decode(bench, d.get());
+  auto b = std::make_shared<BarsFlags>();
+  CLI::App* bars = add_bars(bench, b.get());
   bench->footer("\nExamples:\n  kvant bench attention\n  kvant bench decode -m model.gguf --depths 0,4096\n");
-  return {bench, [f, d, decode] { return decode->parsed() ? do_decode(d.get()) : do_attention(f.get()); }};
+  return {bench, [f, d, b, decode, bars] {
+            if (bars->parsed()) return do_bars(b.get());
+            return decode->parsed() ? do_decode(d.get()) : do_attention(f.get());
+          }};
 }
 
 }  // namespace kvant::cli

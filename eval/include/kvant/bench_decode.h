@@ -14,16 +14,19 @@ namespace kvant::eval {
 
 struct BenchDecodeOptions {
   std::string model_path;
-  std::vector<Candidate> caches;
+  std::vector<Candidate> caches;  // of parse_bench_candidates
   std::vector<int> depths = {0, 4096};
   int threads = 2;
   int rounds = 5;            // interleaved over caches; the median of all steps counts
   int round_tokens = 8;      // decode steps of one cache in one round
   int prefill_tokens = 512;  // one batch at each depth; 0: not measured
+  int prefill_rounds = 1;    // interleaved, too; a cache that took kLongPrefillSeconds is not asked again
   ggml::Options kvant;       // the scheme is replaced by each candidate's
   std::function<void(double share, const std::string& what)> progress;
   std::function<bool()> cancelled;
 };
+
+inline constexpr double kLongPrefillSeconds = 5;
 
 struct DecodeRow {
   std::string cache;
@@ -32,6 +35,7 @@ struct DecodeRow {
   double prefill_tok_s = 0;
   bool flash_attention = true;  // llama.cpp's f16: the faster of the two settings, for decoding
   size_t cache_bytes = 0;       // everything counted
+  double encode_share = 0;      // kvant: of the time of its decode steps, writing keys and values
 };
 
 // Contexts are filled to a depth by prefilling 512 tokens and repeating their cache rows, through llama.cpp's
