@@ -60,7 +60,8 @@ void print_seconds(const std::vector<double>& seconds) {
 // ---------------------------------------------------------------------------------------------
 
 // A sequence state: number of cells, per cell position and number of sequences (none in a state of one
-// sequence), transposed, layers, then per layer type, row size and rows: keys, then values.
+// sequence), transposed, layers, then per layer type, row size and rows: keys, then values; last whether
+// recurrent states follow.
 std::vector<uint8_t> repeat_state(const std::vector<uint8_t>& in, uint32_t tokens) {
   std::vector<uint8_t> out;
   size_t at = 0;
@@ -105,7 +106,9 @@ std::vector<uint8_t> repeat_state(const std::vector<uint8_t>& in, uint32_t token
       left -= n;
     }
   }
-  if (at != in.size()) fail("the sequence state has another layout");
+  const uint32_t recurrent = take32();
+  if (recurrent != 0 || at != in.size()) fail("the sequence state has another layout");
+  put(&recurrent, 4);
   return out;
 }
 

@@ -65,6 +65,16 @@ const AttentionRow* find(const AttentionBench& bench, const std::string& cache, 
   return nullptr;
 }
 
+// What limits a row that falls short.
+std::string parts(const DecodeRow& row) {
+  const ggml::Profile& p = row.profile;
+  const double steps = static_cast<double>(std::max<uint64_t>(p.graphs, 1)) * 1e-3;
+  return fmt::format(
+      " (of a step of {:.2f} ms: weights {:.2f}, attention {:.2f}, encode {:.2f}, masks {:.2f})",
+      p.total_seconds / steps, p.model_seconds() / steps, p.attention_seconds / steps,
+      p.encode_seconds / steps, p.plan_seconds / steps);
+}
+
 const DecodeRow& find(const std::vector<DecodeRow>& rows, const std::string& cache) {
   return *std::find_if(rows.begin(), rows.end(), [&](const DecodeRow& r) { return r.cache == cache; });
 }
@@ -156,8 +166,8 @@ Status Bars::decode_32k() {
   auto against = [&](const std::string& cache, const std::string& name, double bound) {
     const DecodeRow& peer = find(rows, cache);
     add("decode-32k", name, own.decode_tok_s / peer.decode_tok_s, bound,
-        fmt::format("{} {:.1f} tok/s, {} {:.1f}{}", own.cache, own.decode_tok_s, cache, peer.decode_tok_s,
-                    peer.flash_attention ? "" : " (flash attention off)"));
+        fmt::format("{} {:.1f} tok/s{}, {} {:.1f}{}", own.cache, own.decode_tok_s, parts(own), cache,
+                    peer.decode_tok_s, peer.flash_attention ? "" : " (flash attention off)"));
   };
   against("llama:f16", "decode at 32k, 8 layers 8/2 x 128: against llama.cpp's best f16", 4);
   against("llama:q4_0", "the same against llama.cpp q4_0", 12);
@@ -177,8 +187,8 @@ Status Bars::smollm() {
   auto against = [&](const std::string& cache, const std::string& name, double bound) {
     const DecodeRow& peer = find(rows, cache);
     add("smollm-7900", name, own.decode_tok_s / peer.decode_tok_s, bound,
-        fmt::format("{} {:.1f} tok/s, {} {:.1f}{}", own.cache, own.decode_tok_s, cache, peer.decode_tok_s,
-                    peer.flash_attention ? "" : " (flash attention off)"));
+        fmt::format("{} {:.1f} tok/s{}, {} {:.1f}{}", own.cache, own.decode_tok_s, parts(own), cache,
+                    peer.decode_tok_s, peer.flash_attention ? "" : " (flash attention off)"));
   };
   against("llama:f16", "decode, SmolLM2 at 7.9k, own weights: against llama.cpp's best f16", 2.5);
   against("llama:q4_0", "the same against llama.cpp q4_0", 6);
@@ -197,7 +207,8 @@ Status Bars::depth_0() {
     const DecodeRow& peer = find(rows, "llama:f16");
     add("depth-0", "decode at depth 0, " + name + ": against llama.cpp's best f16",
         own.decode_tok_s / peer.decode_tok_s, 0.97,
-        fmt::format("{} {:.1f} tok/s, llama:f16 {:.1f}", own.cache, own.decode_tok_s, peer.decode_tok_s));
+        fmt::format("{} {:.1f} tok/s{}, llama:f16 {:.1f}", own.cache, own.decode_tok_s, parts(own),
+                    peer.decode_tok_s));
   }
   return {};
 }
@@ -314,7 +325,8 @@ Status Bars::encode() {
     // Pages are encoded every 64 tokens: whole numbers of pages, where a step is cheapest. An empty cache
     // would not encode until the window is full.
     KVANT_RETURN_IF_ERROR(measure(path, o_.cache, 512, 4, 64, 0, &rows));
-    add("encode", "encoding, share of a decode step at depth 512, " + name, rows.front().encode_share, 0.03,
+    add("encode", "encoding, share of a decode step at depth 512, " + name,
+        rows.front().profile.encode_share(), 0.03,
         fmt::format("{} {:.1f} tok/s, 256 steps", o_.cache, rows.front().decode_tok_s), true);
   }
   return {};

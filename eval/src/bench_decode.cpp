@@ -190,7 +190,7 @@ DecodeRow row_of(const BenchDecodeOptions& o, const Timed& t, int depth) {
   row.prefill_tok_s = t.prefill_seconds.empty() ? 0 : o.prefill_tokens / median(t.prefill_seconds);
   row.flash_attention = t.flash;
   row.cache_bytes = t.subject->cache_bytes();
-  if (t.profile.total_seconds > 0) row.encode_share = t.profile.encode_seconds / t.profile.total_seconds;
+  row.profile = t.profile;
   return row;
 }
 

@@ -44,7 +44,7 @@ TEST(ParseBenchCandidates, TakeIkLlamaToo) {
   EXPECT_EQ(list.value()[1].scheme, "k=t4,v=t4");
   EXPECT_TRUE(list.value()[2].baseline());
   EXPECT_FALSE(list.value()[3].baseline());
-  EXPECT_NE(parse_bench_candidates("ik:q4").status().message().find("nearest is q4_0"), std::string::npos);
+  EXPECT_NE(parse_bench_candidates("ik:q8").status().message().find("nearest is q8_0"), std::string::npos);
   EXPECT_FALSE(parse_candidates("ik:q4_0").ok());
 }
 

@@ -136,7 +136,12 @@ void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f
                       {"decode_tok_s", r.decode_tok_s},
                       {"prefill_tok_s", r.prefill_tok_s},
                       {"flash_attention", r.flash_attention},
-                      {"encode_share", r.encode_share},
+                      {"encode_share", r.profile.encode_share()},
+                      {"steps", r.profile.graphs},
+                      {"weights_seconds", r.profile.model_seconds()},
+                      {"attention_seconds", r.profile.attention_seconds},
+                      {"encode_seconds", r.profile.encode_seconds},
+                      {"masks_seconds", r.profile.plan_seconds},
                       {"cache_bytes", r.cache_bytes}});
     }
     const nlohmann::json out = {

@@ -8,6 +8,7 @@
 
 #include "kvant/candidate.h"
 #include "kvant/ggml_backend.h"
+#include "kvant/profile.h"
 #include "kvant/status.h"
 
 namespace kvant::eval {
@@ -35,7 +36,7 @@ struct DecodeRow {
   double prefill_tok_s = 0;
   bool flash_attention = true;  // llama.cpp's f16: the faster of the two settings, for decoding
   size_t cache_bytes = 0;       // everything counted
-  double encode_share = 0;      // kvant: of the time of its decode steps, writing keys and values
+  ggml::Profile profile;        // kvant: of its decode steps; per graph, so per step
 };
 
 // Contexts are filled to a depth by prefilling 512 tokens and repeating their cache rows, through llama.cpp's

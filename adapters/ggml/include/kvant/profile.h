@@ -15,6 +15,7 @@ struct Profile {
   double plan_seconds = 0;       // slots, masks, the choice of exact and packed pages
   // Everything that is not the cache: weights, norms, activations.
   double model_seconds() const { return total_seconds - attention_seconds - encode_seconds - plan_seconds; }
+  double encode_share() const { return total_seconds > 0 ? encode_seconds / total_seconds : 0; }
   Profile& operator+=(const Profile& other);
 };
 
