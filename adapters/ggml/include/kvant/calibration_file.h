@@ -3,8 +3,8 @@
 //
 // File: metadata kvant.version, kvant.fingerprint, kvant.model, kvant.text_hash, kvant.tokens; tensors
 // kvant.{key,value}.<layer> of shape [dim, dim, heads] (binary16, row i of head h is the i-th basis vector)
-// and kvant.centre.<layer> of shape [key_dim, heads] (f32). Beside them, f32, what quantization is expected to
-// cost (ErrorModel): kvant.{key,value}_spectrum.<layer> [dim, heads] and kvant.{key,value}_error.<layer>
+// and kvant.centre.<layer> of shape [key_dim, heads] (f32). Beside them, f32, what quantization is expected
+// to cost (ErrorModel): kvant.{key,value}_spectrum.<layer> [dim, heads] and kvant.{key,value}_error.<layer>
 // [4, heads] = excess, rotated, per channel, largest. Files without those are read; their heads never escape.
 #pragma once
 
