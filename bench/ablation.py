@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-K, V = "k=5-4-4-3", "v=4"  # kv4 with a calibration
+K, V = "k=6-4-3-3", "v=4"  # kv4 with a calibration
 C, H = "k=c4a", "v=4,vx=hadamard"  # kv4 without
 
 # (group, label, scheme)
@@ -36,6 +36,7 @@ ROWS = [
     ("key bands at 4 bits", "4", f"{K},v=4,w=128,s=16"),
     ("value bands at 4 bits", "2", f"{K},v=5-3,w=128,s=16"),
     ("value bands at 4 bits", "4", f"{K},v=5-4-4-3,w=128,s=16"),
+    ("key bands at 4 bits", "4, flatter", f"k=5-4-4-3,{V},w=128,s=16"),
     ("scales", "8 bits", f"{K}:s8,v=4:s8,w=128,s=16"),
     ("scales", "16 bits", f"{K}:s16,v=4:s16,w=128,s=16"),
     ("mean of uncalibrated keys", "page mean, then tokens", f"k=ct4,{H},w=128,s=16"),

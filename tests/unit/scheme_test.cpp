@@ -29,7 +29,7 @@ std::string refusal(std::string_view text) {
 TEST(Scheme, RegisteredNames) {
   EXPECT_TRUE(must_parse("exact").exact());
   EXPECT_EQ(to_string(must_parse("kv4")), "k=c4a,v=t4,w=128,s=16,kx=auto,vx=auto");
-  EXPECT_EQ(to_string(must_parse("kv4", true)), "k=t5-4-4-3,v=t4,w=128,s=16,kx=auto,vx=auto");
+  EXPECT_EQ(to_string(must_parse("kv4", true)), "k=t6-4-3-3,v=t4,w=128,s=16,kx=auto,vx=auto");
   EXPECT_EQ(must_parse("kv4", true).name, "kv4");
   std::set<std::string_view> names;
   for (const RegisteredScheme& registered : registered_schemes()) {

@@ -50,7 +50,7 @@ void choose_metadata(const EncodeContext& context, std::byte* tile) {
   if (weight_sum <= 0) return;
   const auto norm = static_cast<float>(layout.head_dim / weight_sum);
   for (int c = 0; c < layout.head_dim; ++c) weight[c] = weight[c] * norm;
-  choose_token_scales(layout, columns, weight, tile);
+  choose_token_scales(layout, columns, weight, context.code_gain, tile);
 }
 
 constexpr std::string_view kExamples[] = {"ct8", "ct4", "ct3", "ct2", "ct5-3", "ct4-3", "ct4:s8", "ct4:s16"};

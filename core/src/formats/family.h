@@ -21,6 +21,9 @@ struct EncodeContext {
   uint64_t live = 0;
   const float* channel_weight = nullptr;  // [head_dim] with mean 1, or null for all equal
   float static_scale = 0;                 // of static formats; 0: none is known
+  // [n_bands], ones before: the factor by which stored scales are larger than those that codes are chosen
+  // with.
+  float* code_gain = nullptr;
 };
 
 // Larger magnitudes count as this one, so that squares stay finite in binary32.

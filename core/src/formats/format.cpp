@@ -95,7 +95,9 @@ simd::BandGrid band_grid(const TileLayout& layout, int b, const TileMetadata& me
           .centre = metadata.channel_centre + band.first_channel};
 }
 
-EncodeStats encode_codes(const TileLayout& layout, const Rows& rows, uint64_t live, std::byte* tile) {
+// `gain` [n_bands]: stored scales / the scales that codes are chosen with.
+EncodeStats encode_codes(const TileLayout& layout, const Rows& rows, uint64_t live, const float* gain,
+                         std::byte* tile) {
   const simd::EncodeKernels& kernels = *simd::kernels().encode;
   TileMetadata metadata;
   read_metadata(layout, tile, &metadata);
@@ -105,7 +107,9 @@ EncodeStats encode_codes(const TileLayout& layout, const Rows& rows, uint64_t li
   EncodeStats stats;
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = layout.bands[b];
-    for (int t = 0; t < kPageTokens; ++t) inverse_token[t] = inverse_scale(metadata.token_scale[b][t]);
+    for (int t = 0; t < kPageTokens; ++t) {
+      inverse_token[t] = inverse_scale(metadata.token_scale[b][t]) * gain[b];
+    }
     simd::BandGrid grid = band_grid(layout, b, metadata);
     grid.inverse_token = inverse_token;
     grid.inverse_channel = inverse_channel + band.first_channel;
@@ -208,15 +212,18 @@ EncodeStats Format::encode(const EncodeInput& in, std::byte* tile) const {
     stats = encode_exact(layout_, rows, in.live, tile);
   } else {
     float weight[kMaxHeadDim];
+    float gain[kMaxBands];
+    std::fill_n(gain, kMaxBands, 1.0f);
     const bool weighted = normalize_weights(in.channel_weight, layout_.head_dim, weight);
     family_->choose_metadata({.layout = layout_,
                               .rows = rows.x,
                               .row_stride = rows.stride,
                               .live = in.live,
                               .channel_weight = weighted ? weight : nullptr,
-                              .static_scale = in.static_scale},
+                              .static_scale = in.static_scale,
+                              .code_gain = gain},
                              tile);
-    stats = encode_codes(layout_, rows, in.live, tile);
+    stats = encode_codes(layout_, rows, in.live, gain, tile);
   }
   write_trailer(*this, in.live, stats, tile);
   return stats;

@@ -37,7 +37,7 @@ const FormatFamily kGroupFamily = {
     .choose_metadata =
         [](const EncodeContext& context, std::byte* tile) {
           const Columns columns(context);
-          choose_token_scales(context.layout, columns.data(), context.channel_weight, tile);
+          choose_token_scales(context.layout, columns.data(), context.channel_weight, nullptr, tile);
         },
 };
 

@@ -153,6 +153,33 @@ void choose_log4(BandChoice* choice, std::byte* nibbles, std::byte* base_word, f
   }
 }
 
+constexpr int kMostGainBits = 4;
+constexpr float kMostGain[kMostGainBits + 1] = {1.0f, 1.0f, 1.25f, 1.1f, 1.05f};
+
+// Sums of x^2 and x * decoded over a band, lanes are tokens.
+float projection_gain(const BandLayout& band, const float* columns, const float* scale) {
+  alignas(64) Lanes inverse, squares = {}, products = {};
+  for (int t = 0; t < kPageTokens; ++t) inverse[t] = inverse_scale(scale[t]);
+  const auto top = static_cast<float>((1 << band.bits) - 1);
+  const float mid = 0.5f * top;
+  for (int c = 0; c < band.channels; ++c) {
+    const float* x = columns + static_cast<size_t>(band.first_channel + c) * kPageTokens;
+    for (int t = 0; t < kPageTokens; ++t) {
+      const float level = std::min(std::max(x[t] * inverse[t] + (mid + 0.5f), 0.0f), top);
+      const float decoded = scale[t] * (static_cast<float>(static_cast<int>(level)) - mid);
+      squares[t] = squares[t] + x[t] * x[t];
+      products[t] = products[t] + x[t] * decoded;
+    }
+  }
+  double signal = 0, projection = 0;
+  for (int t = 0; t < kPageTokens; ++t) {
+    signal += static_cast<double>(squares[t]);
+    projection += static_cast<double>(products[t]);
+  }
+  if (!(projection > 0)) return 1.0f;
+  return std::clamp(static_cast<float>(signal / projection), 1.0f, kMostGain[band.bits]);
+}
+
 }  // namespace
 
 void fill_trial_ratios(simd::ScaleSearch* search) {
@@ -166,7 +193,7 @@ void fill_trial_ratios(simd::ScaleSearch* search) {
 uint16_t clamped_half(float x) { return float_to_half(std::clamp(x, -kLargestHalf, kLargestHalf)); }
 
 void choose_token_scales(const TileLayout& layout, const float* columns, const float* weight,
-                         std::byte* tile) {
+                         float* code_gain, std::byte* tile) {
   BandChoice choice;
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = layout.bands[b];
@@ -197,7 +224,13 @@ void choose_token_scales(const TileLayout& layout, const float* columns, const f
       case ScaleType::kNone:
         return;
     }
-    if (!layout.asymmetric) continue;
+    if (!layout.asymmetric) {
+      const bool one_base = layout.token_scale != ScaleType::kE6M10;
+      if (code_gain == nullptr || !one_base || band.bits > kMostGainBits) continue;
+      code_gain[b] = projection_gain(band, columns, scale);
+      store_word(base, float_to_scale(std::min(scale_to_float(load_word(base)) * code_gain[b], kScaleMax)));
+      continue;
+    }
     const float reach = static_cast<float>(1 << (band.bits - 1)) - 0.5f;
     for (int t = 0; t < kPageTokens; ++t) {
       store_word(tile + band.token_low_offset + 2 * t, clamped_half(choice.centre[t] - scale[t] * reach));

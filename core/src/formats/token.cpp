@@ -14,9 +14,10 @@ Status configure(const FormatSpec& spec, TileLayout* layout) {
 }
 
 constexpr std::string_view kExamples[] = {
-    "t8",       "t7",       "t6",   "t5",     "t4",       "t3",       "t2",       "t7-5",     "t6-4",
-    "t5-3",     "t4-3",     "t4-2", "t4-3-2", "t6-4-3-3", "t4-4-3-3", "t5-3-2-2", "t3-3-2-2", "t7-6-6-5",
-    "t6-5-5-4", "t5-4-4-3", "t3-2", "t8a",    "t4a",      "t4:s8",    "t4:s16",   "t4a:s16",  "t5-3a:s8"};
+    "t8",       "t7",       "t6",       "t5",       "t4",       "t3",       "t2",
+    "t7-5",     "t6-4",     "t5-3",     "t4-3",     "t4-2",     "t4-3-2",   "t6-4-3-3",
+    "t4-4-3-3", "t5-3-2-2", "t3-3-2-2", "t8-6-5-5", "t7-5-4-4", "t5-3-3-3", "t4-2-2-2",
+    "t2-2",     "t8a",      "t4a",      "t4:s8",    "t4:s16",   "t4a:s16",  "t5-3a:s8"};
 
 }  // namespace
 
@@ -35,7 +36,8 @@ const FormatFamily kTokenFamily = {
     .choose_metadata =
         [](const EncodeContext& context, std::byte* tile) {
           const Columns columns(context);
-          choose_token_scales(context.layout, columns.data(), context.channel_weight, tile);
+          choose_token_scales(context.layout, columns.data(), context.channel_weight, context.code_gain,
+                              tile);
         },
 };
 
