@@ -193,7 +193,10 @@ void fill_peers(const EvaluateOptions& o, const Texts& texts, Evaluation* out) {
 
 }  // namespace
 
-Status evaluate(const EvaluateOptions& options, const EvaluateHooks& hooks, Evaluation* out) {
+Status evaluate(const EvaluateOptions& asked, const EvaluateHooks& hooks, Evaluation* out) {
+  EvaluateOptions options = asked;
+  // Both paths read the same tiles when no token of a chunk is read from one by another of the chunk.
+  if (options.both_paths) options.chunk_tokens = std::min(options.chunk_tokens, kPageTokens);
   const auto start = std::chrono::steady_clock::now();
   KVANT_RETURN_IF_ERROR(init_backends());
   for (const Candidate& c : options.candidates) {

@@ -5,6 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include "kvant/attention_override.h"
+
 namespace kvant::eval {
 namespace {
 
@@ -49,7 +51,6 @@ Status Lockstep::add(const Model& model, Entry entry, int n_ctx) {
                          .flash_attention = !entry.floor};
   ggml::Options kvant = options_.kvant;
   kvant.scheme = entry.candidate.scheme;
-  if (entry.dequantize) kvant.attention = AttentionPath::kDequantize;
   Result<std::unique_ptr<Context>> made = Context::create(model, context, kvant);
   if (!made.ok()) return {made.status().code(), entry.candidate.name + ": " + made.status().message()};
   entry.context = std::move(made.value());
@@ -74,16 +75,12 @@ Result<std::unique_ptr<Lockstep>> Lockstep::create(const Model& cpu, const Model
   for (const Candidate& candidate : options.candidates) {
     Entry entry;
     entry.candidate = candidate;
+    entry.both_paths = options.both_paths && !candidate.peer && candidate.quantized();
     if (candidate.baseline()) {
       lockstep->entries_.push_back(std::move(entry));
       continue;
     }
     KVANT_RETURN_IF_ERROR(lockstep->add(candidate.peer ? cpu : *kvant, std::move(entry), n_ctx));
-    if (!options.both_paths || candidate.peer || !candidate.quantized()) continue;
-    Entry twin;
-    twin.candidate = candidate;
-    twin.dequantize = true;
-    KVANT_RETURN_IF_ERROR(lockstep->add(*kvant, std::move(twin), n_ctx));
   }
   return lockstep;
 }
@@ -97,14 +94,20 @@ void Lockstep::compare_chunk(int window, const Pass& pass, int begin, int from, 
   struct Job {
     std::vector<const float*> logits;
     TokenScore* scores;
-    bool against_previous;  // the job before it is the candidate, this one the baseline
+    const float* decoded;  // [n][n_vocab], or null
+    TokenScore* fused;
   };
   std::vector<Job> jobs;
   for (Entry& entry : entries_) {
     if (!entry.active) continue;
     const size_t old = entry.scores.size();
     entry.scores.resize(old + n);
-    Job job{.logits = {}, .scores = entry.scores.data() + old, .against_previous = entry.dequantize};
+    Job job{.logits = {}, .scores = entry.scores.data() + old, .decoded = nullptr, .fused = nullptr};
+    if (entry.both_paths) {
+      entry.fused.resize(old + n);
+      job.decoded = entry.decoded.data();
+      job.fused = entry.fused.data() + old;
+    }
     for (int i = 0; i < n; ++i)
       job.logits.push_back(entry.context ? entry.context->logits(from + i) : base[i]);
     jobs.push_back(std::move(job));
@@ -116,11 +119,10 @@ void Lockstep::compare_chunk(int window, const Pass& pass, int begin, int from, 
       const int position = begin + from + i;
       distribution.reset(base[i], n_vocab);
       for (const Job& job : jobs) {
-        if (job.against_previous) {
-          decoded.reset(job.logits[i], n_vocab);
-          job.scores[i] = decoded.compare((&job - 1)->logits[i], pass.tokens[position + 1]);
-        } else {
-          job.scores[i] = distribution.compare(job.logits[i], pass.tokens[position + 1]);
+        job.scores[i] = distribution.compare(job.logits[i], pass.tokens[position + 1]);
+        if (job.decoded != nullptr) {
+          decoded.reset(job.decoded + static_cast<size_t>(i) * n_vocab, n_vocab);
+          job.fused[i] = decoded.compare(job.logits[i], pass.tokens[position + 1]);
         }
         job.scores[i].window = window;
         job.scores[i].position = position;
@@ -131,6 +133,27 @@ void Lockstep::compare_chunk(int window, const Pass& pass, int begin, int from, 
   for (int t = 1; t < options_.threads; ++t) helpers.emplace_back(work);
   work();
   for (std::thread& t : helpers) t.join();
+}
+
+// The same chunk over the same tiles with the other path; then the chunk is taken back. Tokens of a chunk are
+// in each other's exact window (evaluate() sees to that), so no tile that is read depends on the path.
+Status Lockstep::decode_first(Entry* entry, std::span<const llama_token> chunk, int begin, int from) {
+  const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(baseline_->get())));
+  ggml::override_attention(AttentionPath::kDequantize);
+  Status status = entry->context->decode(chunk, begin, from);
+  ggml::override_attention(std::nullopt);
+  KVANT_RETURN_IF_ERROR(std::move(status));
+  const int n = static_cast<int>(chunk.size()) - from;
+  entry->decoded.resize(static_cast<size_t>(n) * n_vocab);
+  for (int i = 0; i < n; ++i) {
+    std::copy_n(entry->context->logits(from + i), n_vocab,
+                entry->decoded.data() + static_cast<size_t>(i) * n_vocab);
+  }
+  if (!llama_memory_seq_rm(llama_get_memory(entry->context->get()), 0, begin, -1)) {
+    return {Code::kUnsupported,
+            "tokens of this model's cache cannot be taken back, which --both-paths needs"};
+  }
+  return {};
 }
 
 Status Lockstep::run_pass(int index, const Pass& pass, const std::string& what, Progress* progress) {
@@ -148,7 +171,9 @@ Status Lockstep::run_pass(int index, const Pass& pass, const std::string& what, 
     for (Entry& entry : entries_) {
       if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
       if (!entry.context || !entry.active) continue;
-      Status status = entry.context->decode(chunk, begin, from);
+      Status status;
+      if (entry.both_paths) status = decode_first(&entry, chunk, begin, from);
+      if (status.ok()) status = entry.context->decode(chunk, begin, from);
       if (!status.ok()) return {status.code(), entry.candidate.name + ": " + status.message()};
       progress->step(end - begin, what);
     }
@@ -165,15 +190,12 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
       out->floors.push_back({.test = test, .quality = summary});
       continue;
     }
-    if (entry.dequantize) {
-      out->rows.back().fused_kl = summary.kl_mean;
-      continue;
-    }
     Row row;
     row.candidate = entry.candidate;
     row.test = test;
     row.quality = summary;
     row.complete = complete;
+    if (entry.both_paths) row.fused_kl = summarize(entry.fused, options_.bootstrap).kl_mean;
     if (!entry.candidate.peer) {
       row.caches = entry.context->reports();
       const Pairs pairs = count_pairs(row.caches);
@@ -185,7 +207,10 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
     }
     out->rows.push_back(std::move(row));
   }
-  for (Entry& entry : entries_) entry.scores.clear();
+  for (Entry& entry : entries_) {
+    entry.scores.clear();
+    entry.fused.clear();
+  }
 }
 
 Status Lockstep::run(const std::string& test, const std::vector<Pass>& passes, bool with_floor,

@@ -51,12 +51,17 @@ class Lockstep {
     Candidate candidate;
     bool floor = false;
     bool active = true;
-    bool dequantize = false;  // the entry before it, with tiles decoded first; its scores judge that one
     std::unique_ptr<Context> context;  // null: the baseline itself
     std::vector<TokenScore> scores;
+    // Comparison of both paths: logits of the chunk with tiles decoded first, and the other's scores against
+    // them.
+    bool both_paths = false;
+    std::vector<float> decoded;
+    std::vector<TokenScore> fused;
   };
   Lockstep(const EvaluateOptions& options) : options_(options) {}
   Status add(const Model& model, Entry entry, int n_ctx);
+  Status decode_first(Entry* entry, std::span<const llama_token> chunk, int begin, int from);
   Status run_pass(int index, const Pass& pass, const std::string& what, Progress* progress);
   void compare_chunk(int window, const Pass& pass, int begin, int from, int end);
   void finish(const std::string& test, int tokens, bool complete, Evaluation* out);

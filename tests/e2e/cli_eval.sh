@@ -76,7 +76,8 @@ rows = {r["name"]: r for r in json.load(open("paths.json"))["rows"]}
 print({name: r["fused"] for name, r in rows.items() if "fused" in r})
 assert "fused" not in rows["exact"]
 for name in ("kv4", "k=t4,v=t4", "kv8"):
-    assert 0 < rows[name]["fused"]["kl_mean"] < rows[name]["kl"]["mean"], (name, rows[name]["fused"])
+    # Channel scales of kv4's keys are folded into q before it is rounded, which costs most.
+    assert 0 < rows[name]["fused"]["share"] < (0.1 if name == "kv4" else 0.05), (name, rows[name]["fused"])
 PYTHON
 
 echo "-- the same run gives the same quality, with any chunk the figures stay within the floor"

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ggml.h"
+#include "kvant/attention_override.h"
 #include "profile_clock.h"
 
 namespace kvant::ggml {
@@ -331,6 +332,7 @@ Status ShadowGraph::start_groups(int first_node) {
     a->args.out = static_cast<float*>(a->node->data);
     a->args.sink_logits =
         a->node->src[4] != nullptr ? static_cast<const float*>(a->node->src[4]->data) : nullptr;
+    a->args.path = attention_override().value_or(a->use->state->options().attention);
     ProfileCounters& profile = profile_counters();
     a->args.seal_nanoseconds = profile.on.load(std::memory_order_relaxed) ? &profile.seal : nullptr;
     KVANT_RETURN_IF_ERROR(a->job.prepare(&a->use->state->cache(), &a->use->state->workspace(), a->args));
@@ -361,6 +363,9 @@ ggml_status ShadowGraph::compute(const ggml_cgraph& graph, const CpuStream& cpu,
   }
   const ProfileSpan ending(&profile.plan);
   for (const auto& group : groups_) {
+    if (attention_override()) {
+      for (StreamPlan& stream : group->plan.streams) stream.release.clear();
+    }
     if (group->planned) group->use->state->cache().end_batch(group->plan);
     group->planned = false;
   }

@@ -60,8 +60,8 @@ struct Row {
   double quantized_read_share = 0;  // of all attended (query, key) pairs of the test
   bool measures_quantization() const { return quantized_read_share > 0; }
   Speed speed;
-  // Mean KL of attention on packed codes against decoding the tiles first: what the integer arithmetic costs.
-  // Tiles of the first layer are the same; those of later ones follow from what each path computed.
+  // Mean KL of attention on packed codes against decoding the same tiles first: what integer arithmetic
+  // costs.
   std::optional<double> fused_kl;
   std::vector<ggml::CacheReport> caches;  // kvant only
   bool complete = true;                   // false: interrupted, fewer positions than the other rows
