@@ -6,15 +6,24 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "kvant/calibration_file.h"
 
 extern char** environ;
 
 namespace kvant::eval {
+namespace {
+
+// OpenMP threads spin for a while after their last work: ours on the cores that the peer is timed on, its own
+// on those of the cache that is timed next.
+constexpr std::chrono::milliseconds kQuiet(50);
+
+}  // namespace
 
 std::string PeerProcess::default_program() { return ggml::cache_home() + "/peers/kvant-peer-ik"; }
 
@@ -79,12 +88,14 @@ Result<std::string> PeerProcess::read_line() {
 }
 
 Result<std::vector<double>> PeerProcess::ask(const std::string& command) {
+  std::this_thread::sleep_for(kQuiet);
   const std::string line = command + "\n";
   if (send(socket_, line.data(), line.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(line.size())) {
     return Status(Code::kInternal, default_program() + " does not listen any more");
   }
   const Result<std::string> answer = read_line();
   if (!answer.ok()) return answer.status();
+  std::this_thread::sleep_for(kQuiet);
   std::vector<double> seconds;
   const char* at = answer.value().c_str();
   for (char* next = nullptr;; at = next) {
