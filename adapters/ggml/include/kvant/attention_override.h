@@ -8,8 +8,9 @@
 
 namespace kvant::ggml {
 
-// Process-wide; takes effect with the next graph. nullopt: each cache's own. While it is set, exact rows that a batch
-// would let go stay until the next one, so that the batch can be taken back and computed again over the same rows.
+// Process-wide; takes effect with the next graph. nullopt: each cache's own. While it is set, exact rows that
+// a batch would let go stay until the next one, so that the batch can be taken back and computed again over
+// the same rows.
 void override_attention(std::optional<AttentionPath> path);
 std::optional<AttentionPath> attention_override();
 
