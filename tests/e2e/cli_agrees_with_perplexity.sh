@@ -12,9 +12,9 @@ windows=2 context=512
 
 "$kvant" eval -m "$KVANT_MODEL" -f "$text" --kv llama:q8_0,llama:q4_0 --score second-half -c $context --windows $windows \
   --tests text --no-speed --json >eval.json
-f32=$(ls "$KVANT_HOME"/f32/*.gguf | head -n 1)
+f32=("$KVANT_HOME"/f32/*.gguf)
 
-run() { "$perplexity" -m "$f32" -f "$text" -c $context -b $context -ub $context --chunks $windows -fa on -dev none --no-warmup "$@" >log.txt 2>&1; }
+run() { "$perplexity" -m "${f32[0]}" -f "$text" -c $context -b $context -ub $context --chunks $windows -fa on -dev none --no-warmup "$@" >log.txt 2>&1; }
 run --kl-divergence-base base.kld || { tail -n 20 log.txt; exit 1; }
 for type in q8_0 q4_0; do
   run --kl-divergence-base base.kld --kl-divergence -ctk $type -ctv $type || { tail -n 20 log.txt; exit 1; }

@@ -171,7 +171,8 @@ std::vector<float> run_pv(const AttentionKernels& k, Tile& tile, const std::vect
                           const std::vector<uint64_t>& live, float start) {
   test::AlignedBytes workspace(simd::pv_workspace_bytes(tile.layout, rows));
   std::vector<float> acc(static_cast<size_t>(rows) * tile.layout.head_dim, start);
-  k.pv_tile(tile.layout, tile.data(), tile.data(), weights.data(), rows, live.data(), acc.data(), workspace.data());
+  k.pv_tile(tile.layout, tile.data(), tile.data(), weights.data(), rows, live.data(), acc.data(),
+            workspace.data());
   return acc;
 }
 

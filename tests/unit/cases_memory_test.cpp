@@ -32,7 +32,8 @@ using test::TokenRows;
 //   g4 tiles     2 heads * align64(2048 + 2 groups * 64 * 2 + 16) = 2 * 2,368   =  4,736
 //   sinks        2 heads * S * 64 * 2 bytes, in the pages that are sealed
 // 16 pages are in use; of them floor((1000 - max(W, 1)) / 64) are sealed: 13 for W = 128, 15 for W = 0.
-// Tables: 1024 slots * (4 stamp + 8 order) + 2 * 16 pages * 8 masks + 16 pages * 2 sides * 56 = 14,336.
+// Tables: 1024 slots * (4 stamp + 8 order) + 3 masks * 128 (16 pages * 8) + 16 pages * 2 sides * 56
+//       = 14,464.
 TEST(MemoryCases, C50BytesEqualTheStatedFormula) {
   struct Case {
     const char* scheme;
@@ -49,7 +50,7 @@ TEST(MemoryCases, C50BytesEqualTheStatedFormula) {
       const MemoryReport report = engine.cache().memory();
       EXPECT_EQ(report.tile_bytes, c.tiles) << c.scheme;
       EXPECT_EQ(report.exact_row_bytes, c.rows) << c.scheme;
-      EXPECT_EQ(report.table_bytes, 14336u) << c.scheme;
+      EXPECT_EQ(report.table_bytes, 14464u) << c.scheme;
       EXPECT_EQ(report.workspace_bytes, AttentionWorkspace::bytes(engine.cache().options())) << c.scheme;
       EXPECT_EQ(report.total(), engine.cache().pool().total_bytes()) << c.scheme;
       engine.clear();
@@ -237,40 +238,111 @@ TEST(ContainmentCases, C55PoolExhausted) {
   }
 }
 
-// C55: rows fit, the tiles that the plan wants do not: refused, bytes as before, and after making room the
-// same batch runs.
+// A batch of one stream whose queries see all of it.
+struct SeenBatch {
+  SeenBatch(const std::vector<int64_t>& slots, int n_slots) {
+    for (const int64_t slot : slots) own.push_back(static_cast<int32_t>(slot));
+    queries = {.stream = StreamId{0},
+               .n_queries = static_cast<int>(slots.size()),
+               .n_slots = n_slots,
+               .mask = nullptr,
+               .mask_stride = 0,
+               .own_slot = own};
+  }
+  std::vector<int32_t> own;
+  StreamQueries queries;
+};
+
+// C55: rows fit, the tiles that the plan wants do not: refused, everything as before the batch, and after
+// making room the same batch runs.
 TEST(ContainmentCases, C55PoolExhaustedByTiles) {
-  Engine quiet({.scheme = kContained, .n_slots = 256, .n_streams = 2});
+  EngineOptions options = {.scheme = kContained, .n_slots = 256, .n_streams = 3};
+  Engine quiet(options);
+  quiet.append(1, 1, 0, 60, 60);
   quiet.append(0, 0, 0, 127, 127);
   const size_t before_seal = quiet.cache().memory().total();
   const Outputs want = quiet.append(0, 0, 127, 10, 10);
   const size_t row_page = 64 * 64 * 2;
-  Engine engine({.scheme = kContained,
-                 .n_slots = 256,
-                 .n_streams = 2,
-                 .limit_bytes = before_seal + 2 * row_page + 640});
+  options.limit_bytes = before_seal + 2 * row_page + 640;
+  Engine engine(options);
+  engine.append(1, 1, 0, 60, 60);
   engine.append(0, 0, 0, 127, 127);
   const std::vector<int64_t> slots = {127, 128, 129, 130, 131, 132, 133, 134, 135, 136};
   const std::vector<int32_t> layers = {0};
-  ASSERT_TRUE(engine.cache().begin_batch(slots, layers).ok());
+  const SeenBatch seen(slots, 137);
   const size_t before = engine.cache().memory().total();
-  std::vector<uint16_t> mask(size_t{137} * 10, 0xFC00);
-  std::vector<int32_t> own;
-  for (int i = 0; i < 10; ++i) {
-    own.push_back(127 + i);
-    for (int t = 0; t <= 127 + i; ++t) mask[static_cast<size_t>(i) * 137 + t] = 0;
+  const uint64_t content = test::stream_hash(engine.cache(), 0);
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    ASSERT_TRUE(engine.cache().begin_batch(slots, layers).ok());
+    BatchPlan plan;
+    const Status refused = engine.cache().plan({&seen.queries, 1}, layers, &plan);
+    ASSERT_EQ(refused.code(), Code::kPoolExhausted) << refused.message();
+    EXPECT_NE(refused.message().find("layer 0"), std::string::npos);
+    EXPECT_EQ(engine.cache().memory().total(), before);
+    EXPECT_EQ(engine.cache().used_slots(StreamId{0}), 127);
+    EXPECT_EQ(test::stream_hash(engine.cache(), 0), content);
   }
-  const StreamQueries query = {.stream = StreamId{0},
-                               .n_queries = 10,
-                               .n_slots = 137,
-                               .mask = mask.data(),
-                               .mask_stride = 137,
-                               .own_slot = own};
-  BatchPlan plan;
-  const Status refused = engine.cache().plan({&query, 1}, layers, &plan);
-  ASSERT_EQ(refused.code(), Code::kPoolExhausted) << refused.message();
+  engine.copy_stream(2, 1);
+  const Outputs got = engine.append(0, 0, 127, 10, 10);
+  EXPECT_TRUE(test::same_bits(got.engine, want.engine));
+  EXPECT_EQ(test::stream_hash(engine.cache(), 0), test::stream_hash(quiet.cache(), 0));
+}
+
+// C55: slots of sealed pages that a refused batch was to overwrite keep their tiles, rows and sinks; so do
+// those of a batch that is given up before its plan.
+TEST(ContainmentCases, C55RefusedBatchOverwritesNothing) {
+  EngineOptions options = {.scheme = "k=t4,v=t3,w=1,s=3", .n_slots = 320};
+  Engine quiet(options);
+  quiet.append(0, 0, 0, 250, 50);
+  // Room for the rows of two pages that are sealed, not for a tile.
+  options.limit_bytes = quiet.cache().memory().total() + 4 * 64 * 64 * 2 + 64;
+  Engine engine(options);
+  engine.append(0, 0, 0, 250, 50);
+  const size_t before = engine.cache().memory().total();
+  const uint64_t content = test::stream_hash(engine.cache(), 0);
+  ASSERT_NE(engine.cache().side_page(LayerId{0}, StreamId{0}, 0, Side::kKey).kept_mask, 0u);
+  // All of page 1, sinks of page 0, and the six slots that fill page 3.
+  std::vector<int64_t> slots = {0, 2, 250, 251, 252, 253, 254, 255};
+  for (int t = 64; t < 128; ++t) slots.push_back(t);
+  const std::vector<int32_t> layers = {0};
+  const std::vector<float> rows(slots.size() * 64, 0.5f);
+  for (const bool planned : {true, false}) {
+    ASSERT_TRUE(engine.cache().begin_batch(slots, layers).ok());
+    EXPECT_NE(test::stream_hash(engine.cache(), 0), content);
+    if (planned) {
+      const SeenBatch seen(slots, 256);
+      BatchPlan plan;
+      ASSERT_EQ(engine.cache().plan({&seen.queries, 1}, layers, &plan).code(), Code::kPoolExhausted);
+    } else {
+      engine.cache().cancel_batch();
+    }
+    EXPECT_EQ(engine.cache().memory().total(), before);
+    EXPECT_EQ(engine.cache().used_slots(StreamId{0}), 250);
+    EXPECT_EQ(test::stream_hash(engine.cache(), 0), content);
+  }
+  // Rows that were written over are lost; tiles are not.
+  ASSERT_TRUE(engine.cache().begin_batch(slots, layers).ok());
+  engine.cache().write(LayerId{0}, Side::kKey, slots, rows.data(), 64, {});
+  engine.cache().cancel_batch();
   EXPECT_EQ(engine.cache().memory().total(), before);
-  EXPECT_NE(refused.message().find("layer 0"), std::string::npos);
+  EXPECT_EQ(test::stream_hash(engine.cache(), 0), content) << "no slot of the batch was in rows";
+  ASSERT_TRUE(engine.cache().begin_batch(std::vector<int64_t>{240, 64}, layers).ok());
+  engine.cache().write(LayerId{0}, Side::kKey, std::vector<int64_t>{240, 64}, rows.data(), 64, {});
+  engine.cache().cancel_batch();
+  std::vector<float> row(64);
+  EXPECT_EQ(engine.cache().read_slot(LayerId{0}, Side::kKey, StreamId{0}, 240, false, row.data()).code(),
+            Code::kOutOfRange);
+  EXPECT_TRUE(engine.cache().read_slot(LayerId{0}, Side::kKey, StreamId{0}, 64, true, row.data()).ok());
+}
+
+// C55: more slots of a stream than it has cannot be a batch.
+TEST(ContainmentCases, C55BatchLongerThanItsStream) {
+  Engine engine({.n_slots = 64, .n_streams = 2});
+  const std::vector<int64_t> slots(65, 64 + 3);
+  const Status refused = engine.cache().begin_batch(slots, std::vector<int32_t>{0});
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_NE(refused.message().find("stream 1"), std::string::npos) << refused.message();
+  EXPECT_EQ(engine.cache().used_slots(StreamId{1}), 0);
 }
 
 // C55: a NaN in one sequence of a batch is refused by name; the others have the same bits as without it.

@@ -16,6 +16,7 @@ namespace kvant {
 namespace {
 
 using test::Engine;
+using test::EngineOptions;
 using test::Entry;
 using test::Look;
 using test::Outputs;
@@ -152,6 +153,20 @@ TEST(SlotCache, WriteRowsRefusesNan) {
   EXPECT_NE(status.message().find("value of layer 0, slot 12"), std::string::npos) << status.message();
   EXPECT_EQ(engine.cache().used_slots(StreamId{0}), 0);
   EXPECT_EQ(engine.cache().memory().exact_row_bytes, 0u);
+}
+
+TEST(SlotCache, WriteRowsThatDoNotFitChangeNothing) {
+  EngineOptions options = {.n_slots = 256};
+  const size_t empty = Engine(options).cache().memory().total();
+  options.limit_bytes = empty + size_t{2} * 64 * 64 * 2;
+  Engine engine(options);
+  const std::vector<uint16_t> rows(size_t{64} * 192, 0x3C00);
+  SlotCache& cache = engine.cache();
+  EXPECT_EQ(cache.write_rows(LayerId{0}, Side::kKey, StreamId{0}, 0, 192, rows.data()).code(),
+            Code::kPoolExhausted);
+  EXPECT_EQ(cache.used_slots(StreamId{0}), 0);
+  EXPECT_EQ(cache.memory().total(), empty);
+  EXPECT_TRUE(cache.write_rows(LayerId{0}, Side::kKey, StreamId{0}, 0, 128, rows.data()).ok());
 }
 
 // A slot of a sealed page that is written again becomes an exact patch; the others keep their tile.

@@ -53,6 +53,7 @@ struct Table {
   StreamPlan plan(const Queries& queries, int window, int sinks, int stream = 0) {
     StreamPlan out;
     table.plan(queries.get(stream), window, sinks, &out);
+    table.mark_sinks(out);
     return out;
   }
   MemoryPool pool;
@@ -68,8 +69,8 @@ std::vector<int> range(int first, int end) {
 TEST(SlotTable, CountsItsBytes) {
   const Table t(5, 3);
   ASSERT_TRUE(t.table.ok());
-  // Per stream: 320 stamps of 4 bytes, 640 order words of 4, two masks per page rounded to 64 bytes.
-  EXPECT_EQ(SlotTable::bytes(5, 3), 3u * (1280 + 2560 + 2 * 64));
+  // Per stream: 320 stamps of 4 bytes, 640 order words of 4, three masks per page rounded to 64 bytes.
+  EXPECT_EQ(SlotTable::bytes(5, 3), 3u * (1280 + 2560 + 3 * 64));
   EXPECT_EQ(t.pool.bytes(Use::kTables), SlotTable::bytes(5, 3));
 }
 
@@ -205,6 +206,72 @@ TEST(SlotTable, RestoredTokensBecomeSinksWithTheFirstQuery) {
   next.add(100, range(50, 101));
   t.plan(next, 8, 4);
   EXPECT_EQ(t.table.sinks(0, 0), uint64_t{0b1111} << 10);
+}
+
+// A restored sequence finds its sinks when its own query comes, whoever else was planned before.
+TEST(SlotTable, RestoredTokensWaitForTheirOwnQuery) {
+  Table t(2);
+  for (int i = 0; i < 40; ++i) t.table.adopt(0, i);
+  t.table.write(0, 64);
+  Queries stranger(128);
+  stranger.add(64, {64});
+  t.plan(stranger, 8, 4);
+  EXPECT_EQ(t.table.sinks(0, 0), 0u);
+  EXPECT_EQ(t.table.sinks(0, 1), 1u);
+  // A second restored sequence is not touched by the first one's query.
+  for (int i = 40; i < 60; ++i) t.table.adopt(0, i);
+  t.table.write(0, 65);
+  Queries first(128);
+  std::vector<int> seen = range(0, 40);
+  seen.push_back(65);
+  first.add(65, seen);
+  t.plan(first, 8, 4);
+  EXPECT_EQ(t.table.sinks(0, 0), 0b1111u);
+  t.table.write(0, 66);
+  Queries second(128);
+  seen = range(40, 60);
+  seen.push_back(66);
+  second.add(66, seen);
+  t.plan(second, 8, 3);
+  EXPECT_EQ(t.table.sinks(0, 0), 0b1111u | (uint64_t{0b111} << 40));
+  EXPECT_EQ(t.table.sinks(0, 1), 1u);
+}
+
+TEST(SlotTable, AnUndoneBatchWasNeverThere) {
+  // 128 slots: the order holds 256 writes, so that some of these batches find it nearly full.
+  for (const int written : {100, 128, 250, 256, 300}) {
+    Table t(2), untouched(2);
+    for (Table* table : {&t, &untouched}) {
+      for (int i = 0; i < written; ++i) table->table.write(0, i * 37 % 128);
+      table->table.adopt(0, 5);
+      Queries q(128);
+      q.add(7, {7});
+      table->plan(q, 8, 2);
+    }
+    std::vector<int64_t> batch = {5, 7, 127, 100};
+    for (int i = 10; i < 90; ++i) batch.push_back(i);
+    t.table.write_batch(batch);
+    EXPECT_EQ(t.table.sinks(0, 0), 0u);
+    EXPECT_TRUE(t.table.is_newest_run(0, 10, 80));
+    t.table.undo_batch();
+    EXPECT_EQ(t.table.sinks(0, 0), uint64_t{1} << 7);
+    Queries all(128);
+    all.add(-1, range(0, 128));
+    for (int page = 0; page < 2; ++page) EXPECT_EQ(t.table.filled(0, page), untouched.table.filled(0, page));
+    for (int window = 1; window <= 128; ++window) {
+      StreamPlan got, want;
+      t.table.plan(all.get(), window, 3, &got);
+      untouched.table.plan(all.get(), window, 3, &want);
+      ASSERT_EQ(got.window, want.window) << written << ", " << window;
+      ASSERT_EQ(got.sinks, want.sinks) << written;
+      ASSERT_EQ(got.sinks.size(), 3u) << "slot 5 is adopted: the oldest three become sinks";
+    }
+    // Kept batches are not undone.
+    t.table.write_batch(batch);
+    t.table.keep_batch();
+    t.table.undo_batch();
+    EXPECT_TRUE(t.table.is_newest_run(0, 10, 80));
+  }
 }
 
 TEST(SlotTable, SealsFullPagesThatAreReadOutsideTheWindow) {

@@ -23,6 +23,16 @@ TEST(Status, IsOkUnlessItSaysOtherwise) {
   EXPECT_EQ(status.message(), "why");
 }
 
+TEST(Status, EveryCodeHasItsName) {
+  std::set<std::string> names;
+  for (int code = 0; code <= static_cast<int>(Code::kInternal); ++code) {
+    const std::string name = code_name(static_cast<Code>(code));
+    EXPECT_NE(name, "unknown") << code;
+    EXPECT_TRUE(names.insert(name).second) << name;
+  }
+  EXPECT_STREQ(code_name(static_cast<Code>(200)), "unknown");
+}
+
 TEST(Status, ReturnIfErrorPassesTheFirstErrorOn) {
   EXPECT_EQ(pass_on(true).code(), Code::kIo);
   EXPECT_EQ(pass_on(false).code(), Code::kCancelled);

@@ -247,6 +247,11 @@ Status CacheState::open_batch(std::span<const int64_t> slots, std::span<const La
   return {};
 }
 
+void CacheState::cancel_batch() {
+  batch_slots_.clear();
+  if (created()) cache_->cancel_batch();
+}
+
 bool CacheState::in_cache(const CacheTensor& tensor) const {
   return created() && layers_[tensor.layer].kind == LayerKind::kManaged;
 }

@@ -89,6 +89,8 @@ class CacheState {
   // (splits, evaluation callbacks) until other slots, or a layer and side for the second time, are written.
   Status open_batch(std::span<const int64_t> slots, std::span<const LayerSide> writes);
   std::span<const int64_t> batch_slots() const { return batch_slots_; }
+  // The graph was refused: as if the batch had not been opened, unless a plan of it has succeeded.
+  void cancel_batch();
 
   // Bytes of a base tensor by offset; any range.
   Status read(const CacheTensor& tensor, size_t offset, size_t bytes, void* out);

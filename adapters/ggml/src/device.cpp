@@ -62,7 +62,7 @@ bool wants_repacking(const ggml_tensor* op) {
       weight->buffer->size != 0) {
     return false;
   }
-  const ggml_backend_buffer_type_t original = weight->buffer->buft;
+  ggml_backend_buffer_type* const original = weight->buffer->buft;
   bool wanted = false;
   for (ggml_backend_buffer_type_t* extra = cpu_extra_bufts(); *extra != nullptr && !wanted; ++extra) {
     weight->buffer->buft = *extra;

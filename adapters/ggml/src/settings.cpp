@@ -1,6 +1,8 @@
 // Options: checked once, then copied by every cache that is created.
 #include "settings.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -13,8 +15,6 @@
 #include "kvant/edit_distance.h"
 #include "kvant/isa.h"
 #include "kvant/layer_scheme.h"
-
-extern char** environ;
 
 namespace kvant::ggml {
 namespace {

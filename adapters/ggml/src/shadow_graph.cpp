@@ -180,6 +180,16 @@ ShadowGraph::CacheUse& ShadowGraph::use_of(const ggml_tensor* tensor) {
   return *uses_.back();
 }
 
+// The node's result is computed by `run` instead, into the same memory.
+void ShadowGraph::replace(int index, const ggml_tensor* node, ggml_custom_op_t run, void* userdata) {
+  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2],
+                                       node->ne[3], nullptr, 0, run, GGML_N_TASKS_MAX, userdata);
+  custom->data = node->data;
+  custom->buffer = node->buffer;
+  custom->flags |= GGML_TENSOR_FLAG_COMPUTE;
+  nodes_[index] = custom;
+}
+
 Status ShadowGraph::add_write(ggml_tensor* node, int index) {
   const CacheTensor& cached = *cache_tensor(node);
   const CacheLayer& layer = layer_of(cached);
@@ -201,12 +211,7 @@ Status ShadowGraph::add_write(ggml_tensor* node, int index) {
   *write = {.use = &use, .target = {layer.id, cached.side}, .rows = node->src[0], .indices = node->src[1]};
   use.writes.push_back(write);
   use.written.push_back(write->target);
-  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2],
-                                       node->ne[3], nullptr, 0, run_write, GGML_N_TASKS_MAX, write);
-  custom->data = node->data;
-  custom->buffer = node->buffer;
-  custom->flags |= GGML_TENSOR_FLAG_COMPUTE;
-  nodes_[index] = custom;
+  replace(index, node, run_write, write);
   return {};
 }
 
@@ -264,12 +269,7 @@ Status ShadowGraph::add_attention(ggml_tensor* node, int index) {
              .soft_cap = params[2],
              .alibi_slopes = a->slopes.empty() ? nullptr : a->slopes.data(),
              .path = use.state->options().attention};
-  ggml_tensor* custom = ggml_custom_4d(context_, node->type, node->ne[0], node->ne[1], node->ne[2],
-                                       node->ne[3], nullptr, 0, run_attention, GGML_N_TASKS_MAX, a);
-  custom->data = node->data;
-  custom->buffer = node->buffer;
-  custom->flags |= GGML_TENSOR_FLAG_COMPUTE;
-  nodes_[index] = custom;
+  replace(index, node, run_attention, a);
   return {};
 }
 
@@ -370,6 +370,7 @@ ggml_status ShadowGraph::compute(const ggml_cgraph& graph, const CpuStream& cpu,
     group->planned = false;
   }
   for (const auto& use : uses_) {
+    if (!error->ok()) use->state->cancel_batch();
     if (!use->state->created()) continue;
     Status bad = use->state->cache().take_error();
     if (error->ok()) *error = std::move(bad);

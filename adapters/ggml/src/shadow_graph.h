@@ -40,6 +40,7 @@ class ShadowGraph {
   Status add_write(ggml_tensor* node, int index);
   Status add_attention(ggml_tensor* node, int index);
   CacheUse& use_of(const ggml_tensor* tensor);
+  void replace(int index, const ggml_tensor* node, ggml_custom_op_t run, void* userdata);
   Status begin_batches();
   Status start_groups(int first_node);
   static void run_write(ggml_tensor* dst, int ith, int nth, void* userdata);

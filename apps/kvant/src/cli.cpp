@@ -239,4 +239,11 @@ std::string mib(size_t bytes) {
   return fmt::format("{:.2f}", static_cast<double>(bytes) / (1024.0 * 1024.0));
 }
 
+std::string beside_f16(size_t bytes, size_t f16_bytes) {
+  if (bytes == 0 || f16_bytes == 0) return "empty";
+  const double ratio = static_cast<double>(f16_bytes) / static_cast<double>(bytes);
+  return ratio >= 1 ? fmt::format("{:.2f} times smaller", ratio)
+                    : fmt::format("{:.2f} times larger", 1 / ratio);
+}
+
 }  // namespace kvant::cli

@@ -78,5 +78,7 @@ double now_seconds();
 int default_threads();
 std::string with_commas(size_t number);  // 1234567 -> "1,234,567"
 std::string mib(size_t bytes);           // "12.3"
+// What `bytes` are beside `f16_bytes`: "2.58 times smaller", "3.57 times larger".
+std::string beside_f16(size_t bytes, size_t f16_bytes);
 
 }  // namespace kvant::cli

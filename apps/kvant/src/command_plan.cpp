@@ -90,14 +90,14 @@ std::vector<std::string> plan_row(const std::string& scheme, const eval::Plan& p
           with_commas(p.memory.table_bytes),
           with_commas(p.memory.workspace_bytes),
           with_commas(p.memory.total()),
-          fmt::format("{:.2f}", static_cast<double>(p.f16_bytes) / static_cast<double>(p.memory.total()))};
+          beside_f16(p.memory.total(), p.f16_bytes)};
 }
 
 int do_plan(const PlanFlags& f) {
   Result<eval::ModelShape> shape = shape_of(f);
   if (!shape.ok()) return fail(shape.status());
-  std::vector<std::vector<std::string>> rows = {{"scheme", "bits K / V", "packed", "exact rows", "tables",
-                                                 "workspace", "total bytes", "times smaller than f16"}};
+  std::vector<std::vector<std::string>> rows = {
+      {"scheme", "bits K / V", "packed", "exact rows", "tables", "workspace", "total bytes", "beside f16"}};
   nlohmann::json plans = nlohmann::json::array();
   std::optional<ggml::Calibration> calibration;
   if (!f.model.empty()) {

@@ -109,10 +109,9 @@ void print_summary(const RunFlags& f, const Settings& s, const Session& session)
       std::fprintf(stderr, "  %-14s %15s bytes\n", "llama.cpp f16", with_commas(use.engine_bytes).c_str());
     std::fprintf(stderr, "  %-14s %15s bytes, peak %s\n", "total", with_commas(use.total()).c_str(),
                  with_commas(use.peak_bytes).c_str());
-    std::fprintf(
-        stderr, "  %-14s %15s bytes: %.2f times smaller%s\n", "f16 rows", with_commas(use.f16_bytes).c_str(),
-        use.total() > 0 ? static_cast<double>(use.f16_bytes) / static_cast<double>(use.total()) : 0.0,
-        use.quantized_share > 0 ? "" : "; nothing was read quantized yet");
+    std::fprintf(stderr, "  %-14s %15s bytes: the cache is %s%s\n", "f16 rows",
+                 with_commas(use.f16_bytes).c_str(), beside_f16(use.total(), use.f16_bytes).c_str(),
+                 use.quantized_share > 0 ? "" : "; nothing was read quantized yet");
   }
   if (f.profile) print_profile(t);
   std::fprintf(stderr, "process  %s MiB resident at most\n", mib(peak_resident_bytes()).c_str());

@@ -76,6 +76,7 @@ struct StreamPlan {
   std::vector<uint64_t> window;   // [n_queries][(n_pages + 63) / 64] bit: page is exact for the query
   std::vector<int32_t> seal;      // pages that some query reads quantized and that may be sealed
   std::vector<int32_t> release;   // pages whose rows no later query counts into its window
+  std::vector<int32_t> sinks;     // slots that these queries show to be sinks; may repeat
   bool in_window(int query, int page) const {
     return (window[static_cast<size_t>(query) * ((n_pages + 63) / 64) + page / 64] >> (page % 64)) & 1;
   }
@@ -122,10 +123,14 @@ class SlotCache {
   ~SlotCache();
 
   // `slots`: global indices stream * n_slots + slot, in token order. `layers`: whose content will be
-  // written. Refused as a whole (kOutOfRange, kPoolExhausted) before anything changes.
+  // written. Refused as a whole (kOutOfRange, kPoolExhausted; kInvalidArgument: more slots than a stream has)
+  // before anything changes.
   Status begin_batch(std::span<const int64_t> slots, std::span<const int32_t> layers);
-  // Reads the masks. kPoolExhausted leaves the cache as it was.
+  // Reads the masks. Refused (kOutOfRange, kPoolExhausted) as a whole; then the batch is taken back, too.
   Status plan(std::span<const StreamQueries> queries, std::span<const int32_t> layers, BatchPlan* plan);
+  // Takes the batch back, as long as no plan of it succeeded: the cache is as it was before begin_batch,
+  // except that exact rows which write() has overwritten since are lost.
+  void cancel_batch();
   // rows: n x (n_kv_heads * dim) floats, `row_stride` floats apart, for the slots of begin_batch (same
   // order). NaN or Inf (also after rounding to binary16): that token is not stored, the first error is kept
   // (take_error) and names layer, head and slot.
@@ -167,6 +172,16 @@ class SlotCache {
  private:
   friend struct SlotCacheTestAccess;
   explicit SlotCache(Options options);
+  struct BatchPage {
+    int32_t stream = 0, page = 0;
+    uint64_t slots = 0;
+  };
+  struct PageBefore {
+    int32_t layer = 0, stream = 0, page = 0;
+    Side side = Side::kKey;
+    bool had_rows = false;
+    uint64_t slots = 0, tile_mask = 0, row_mask = 0, kept_mask = 0;
+  };
   SidePage& page_ref(int layer, int stream, int page, Side side);
   Status reserve_rows(int layer, int stream, int page, Side side);
   Status reserve_tiles(int layer, int stream, int page, Side side);
@@ -176,6 +191,11 @@ class SlotCache {
   void forget_slot(int layer, int stream, int slot, Side side);
   void drop_rows(int layer, int stream, int page, Side side);
   void free_everything();
+  Status check_slots(std::span<const int64_t> slots) const;
+  Status begin_page(int layer, const BatchPage& page, Side side);
+  void keep_batch(const BatchPlan* plan);
+  Status make_plan(std::span<const StreamQueries> queries, std::span<const int32_t> layers,
+                   BatchPlan* plan) const;
   Status reserve_planned_tiles(const BatchPlan& plan);
   void free_unsealed_tiles(const BatchPlan& plan);
   void record_error(Status status);
@@ -185,6 +205,10 @@ class SlotCache {
   MemoryPool pool_;
   std::unique_ptr<class SlotTable> table_;
   PoolBuffer pages_;  // SidePage[n_layers][n_streams][n_pages][2]
+  // Pages of the open batch as they were, until a plan succeeds. Tiles and kept rows that it emptied stay
+  // allocated that long.
+  std::vector<PageBefore> batch_before_;
+  std::atomic<bool> batch_written_{false};
   ReadCounters counters_;
   std::atomic<uint64_t> sealed_tiles_{0};
   std::mutex error_mutex_;

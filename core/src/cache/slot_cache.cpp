@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cache/side_page.h"
 #include "cache/slot_table.h"
 #include "kvant/attention.h"
 #include "kvant/half.h"
@@ -13,45 +14,10 @@
 namespace kvant {
 namespace {
 
-constexpr uint16_t kHalfExponent = 0x7C00;
-
-int dim_of(const LayerShape& shape, Side side) {
-  return side == Side::kKey ? shape.key_dim : shape.value_dim;
-}
-
-const Format& format_of(const HeadScheme& head, Side side) {
-  return side == Side::kKey ? head.key_format : head.value_format;
-}
-
-const Transform& transform_of(const HeadScheme& head, Side side) {
-  return side == Side::kKey ? *head.key_transform : *head.value_transform;
-}
-
-// A side whose format is f16 stays in rows: it is never sealed.
-bool side_quantized(const LayerScheme& layer, Side side) {
-  return !layer.exact && !format_of(layer.heads.front(), side).exact();
-}
-
-size_t row_page_bytes(const LayerShape& shape, Side side) {
-  return static_cast<size_t>(shape.n_kv_heads) * kPageTokens * dim_of(shape, side) * sizeof(uint16_t);
-}
-
-size_t kept_bytes(const LayerShape& shape, Side side, int rows) {
-  return align_up(static_cast<size_t>(shape.n_kv_heads) * rows * dim_of(shape, side) * sizeof(uint16_t), 64);
-}
-
-size_t tiles_bytes(const LayerScheme& layer, Side side) {
-  return side == Side::kKey ? layer.key_tile_bytes() : layer.value_tile_bytes();
-}
-
 size_t page_table_bytes(const SlotCache::Options& options, int n_pages) {
   return align_up(
       options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage), 64);
 }
-
-int rank(uint64_t layout, int t) { return std::popcount(layout & ((uint64_t{1} << t) - 1)); }
-
-constexpr Side kSides[] = {Side::kKey, Side::kValue};
 
 }  // namespace
 
@@ -169,6 +135,7 @@ void SlotCache::free_everything() {
 }
 
 void SlotCache::clear() {
+  keep_batch(nullptr);
   free_everything();
   table_->clear();
   (void)take_error();
@@ -208,208 +175,6 @@ void SlotCache::drop_rows(int layer, int stream, int page, Side side) {
     sp.kept_mask = sp.kept_layout = sinks;
   }
   free_rows(layer, &sp, side);
-}
-
-// ---- batch
-
-Status SlotCache::begin_batch(std::span<const int64_t> slots, std::span<const int32_t> layers) {
-  const int64_t per_stream = static_cast<int64_t>(n_pages_) * kPageTokens;
-  for (const int64_t slot : slots) {
-    if (slot < 0 || slot >= per_stream * options_.n_streams) {
-      return {Code::kOutOfRange, "slot " + std::to_string(slot) + ": the cache has " +
-                                     std::to_string(per_stream * options_.n_streams) + " slots"};
-    }
-  }
-  std::vector<int64_t> pages;  // stream * n_pages + page
-  for (const int64_t slot : slots) {
-    const int64_t page = slot / kPageTokens;
-    if (pages.empty() || pages.back() != page) pages.push_back(page);
-  }
-  std::sort(pages.begin(), pages.end());
-  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
-  struct Reserved {
-    int layer, stream, page;
-    Side side;
-  };
-  std::vector<Reserved> reserved;
-  for (const int32_t layer : layers) {
-    for (const int64_t page : pages) {
-      for (const Side side : kSides) {
-        const Reserved r{layer, static_cast<int>(page / n_pages_), static_cast<int>(page % n_pages_), side};
-        if (page_ref(layer, r.stream, r.page, side).rows != nullptr) continue;
-        const Status status = reserve_rows(layer, r.stream, r.page, side);
-        if (!status.ok()) {
-          for (const Reserved& u : reserved)
-            free_rows(u.layer, &page_ref(u.layer, u.stream, u.page, u.side), u.side);
-          return status;
-        }
-        reserved.push_back(r);
-      }
-    }
-  }
-  for (const int64_t slot : slots) {
-    const int stream = static_cast<int>(slot / per_stream);
-    const int local = static_cast<int>(slot % per_stream);
-    table_->write(stream, local);
-    for (const int32_t layer : layers) {
-      for (const Side side : kSides) forget_slot(layer, stream, local, side);
-    }
-  }
-  return {};
-}
-
-Status SlotCache::plan(std::span<const StreamQueries> queries, std::span<const int32_t> layers,
-                       BatchPlan* plan) {
-  plan->streams.resize(queries.size());
-  plan->layers.assign(layers.begin(), layers.end());
-  for (size_t i = 0; i < queries.size(); ++i) {
-    const StreamQueries& q = queries[i];
-    if (q.stream.value < 0 || q.stream.value >= options_.n_streams || q.n_slots < 0 ||
-        q.n_slots > n_pages_ * kPageTokens) {
-      return {Code::kOutOfRange, "stream " + std::to_string(q.stream.value) + " with " +
-                                     std::to_string(q.n_slots) + " slots: the cache has " +
-                                     std::to_string(options_.n_streams) + " streams of " +
-                                     std::to_string(n_pages_ * kPageTokens) + " slots"};
-    }
-    table_->plan(q, options_.window, options_.sinks, &plan->streams[i]);
-  }
-  Status status = reserve_planned_tiles(*plan);
-  if (!status.ok()) free_unsealed_tiles(*plan);
-  return status;
-}
-
-Status SlotCache::reserve_planned_tiles(const BatchPlan& plan) {
-  for (const StreamPlan& stream : plan.streams) {
-    for (const int32_t layer : plan.layers) {
-      for (const Side side : kSides) {
-        if (!side_quantized(options_.layers[layer], side)) continue;
-        for (const int32_t page : stream.seal) {
-          KVANT_RETURN_IF_ERROR(reserve_tiles(layer, stream.stream.value, page, side));
-        }
-      }
-    }
-  }
-  return {};
-}
-
-void SlotCache::free_unsealed_tiles(const BatchPlan& plan) {
-  for (const StreamPlan& stream : plan.streams) {
-    for (const int32_t layer : plan.layers) {
-      for (const int32_t page : stream.seal) {
-        for (const Side side : kSides) {
-          SidePage& sp = page_ref(layer, stream.stream.value, page, side);
-          if (sp.tiles != nullptr && sp.tile_mask == 0) free_tiles(layer, &sp, side);
-        }
-      }
-    }
-  }
-}
-
-void SlotCache::record_error(Status status) {
-  const std::lock_guard<std::mutex> lock(error_mutex_);
-  if (first_error_.ok()) first_error_ = std::move(status);
-}
-
-Status SlotCache::take_error() {
-  const std::lock_guard<std::mutex> lock(error_mutex_);
-  return std::exchange(first_error_, Status());
-}
-
-void SlotCache::write(LayerId layer, Side side, std::span<const int64_t> slots, const float* rows,
-                      size_t row_stride, WorkShare share) {
-  const LayerShape& shape = options_.layers[layer.value].shape;
-  const int dim = dim_of(shape, side);
-  const int64_t per_stream = static_cast<int64_t>(n_pages_) * kPageTokens;
-  // Whole pages per thread: two threads never touch the masks of one page.
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const int64_t page = slots[i] / kPageTokens;
-    if (page % share.nth != share.ith) continue;
-    const int t = static_cast<int>(slots[i] % kPageTokens);
-    SidePage& sp = page_ref(layer.value, static_cast<int>(slots[i] / per_stream),
-                            static_cast<int>(page % n_pages_), side);
-    if (sp.rows == nullptr) {
-      record_error({Code::kInternal, "write without begin_batch"});
-      continue;
-    }
-    uint16_t bad = 0;
-    int bad_head = -1;
-    for (int head = 0; head < shape.n_kv_heads; ++head) {
-      const float* x = rows + i * row_stride + static_cast<size_t>(head) * dim;
-      uint16_t* to = sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim;
-      uint16_t any = 0;
-      for (int c = 0; c < dim; ++c) {
-        to[c] = float_to_half(x[c]);
-        any |= static_cast<uint16_t>((to[c] & kHalfExponent) == kHalfExponent);
-      }
-      if (any != 0 && bad_head < 0) bad_head = head;
-      bad |= any;
-    }
-    if (bad != 0) {
-      for (int head = 0; head < shape.n_kv_heads; ++head) {
-        std::memset(sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, 0, dim * sizeof(uint16_t));
-      }
-      record_error({Code::kBadValue, std::string("NaN or Inf in the ") + side_name(side) + " of layer " +
-                                         std::to_string(layer.value) + ", KV head " +
-                                         std::to_string(bad_head) + ", slot " + std::to_string(slots[i])});
-      continue;
-    }
-    sp.row_mask |= uint64_t{1} << t;
-  }
-}
-
-void SlotCache::seal_items(LayerId layer, const BatchPlan& plan, std::vector<SealItem>* items) const {
-  items->clear();
-  if (options_.layers[layer.value].exact) return;
-  for (const StreamPlan& stream : plan.streams) {
-    for (const int32_t page : stream.seal) {
-      for (const Side side : kSides) {
-        const SidePage& sp = side_page(layer, stream.stream, page, side);
-        if (sp.tiles != nullptr && sp.tile_mask == 0) {
-          items->push_back({layer.value, stream.stream.value, page, side});
-        }
-      }
-    }
-  }
-}
-
-void SlotCache::seal_page(const SealItem& item) {
-  const LayerScheme& layer = options_.layers[item.layer];
-  SidePage& sp = page_ref(item.layer, item.stream, item.page, item.side);
-  const int dim = dim_of(layer.shape, item.side);
-  // Patches that were written while older slots stayed in `kept` are not in the rows: they stay out.
-  const uint64_t live = sp.row_mask;
-  const uint64_t sinks = table_->sinks(item.stream, item.page);
-  alignas(64) float x[kPageTokens * kMaxHeadDim];
-  alignas(64) float y[kPageTokens * kMaxHeadDim];
-  std::byte* tile = sp.tiles;
-  for (int head = 0; head < layer.shape.n_kv_heads; ++head) {
-    const HeadScheme& scheme = layer.heads[head];
-    const Format& format = format_of(scheme, item.side);
-    const uint16_t* rows = sp.rows + static_cast<size_t>(head) * kPageTokens * dim;
-    for (int i = 0; i < kPageTokens * dim; ++i) x[i] = half_to_float(rows[i]);
-    transform_of(scheme, item.side).apply(x, y, kPageTokens);
-    // A page of nothing but sinks still needs a tile: their statistics are all there is.
-    const uint64_t counted = (live & ~sinks) != 0 ? live & ~sinks : live;
-    const float step = item.side == Side::kKey ? scheme.key_static_scale : scheme.value_static_scale;
-    format.encode({.x = y, .live = counted, .static_scale = step}, tile);
-    tile += format.tile_bytes();
-  }
-  sp.tile_mask = live;
-  sealed_tiles_.fetch_add(static_cast<uint64_t>(layer.shape.n_kv_heads), std::memory_order_relaxed);
-}
-
-void SlotCache::end_batch(const BatchPlan& plan) {
-  free_unsealed_tiles(plan);
-  for (const StreamPlan& stream : plan.streams) {
-    for (const int32_t layer : plan.layers) {
-      for (const Side side : kSides) {
-        for (const int32_t page : stream.release) {
-          SidePage& sp = page_ref(layer, stream.stream.value, page, side);
-          if (sp.tile_mask != 0) drop_rows(layer, stream.stream.value, page, side);
-        }
-      }
-    }
-  }
 }
 
 // ---- exact content by index
@@ -522,8 +287,17 @@ Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int firs
                                    std::to_string(first_slot + i / width)};
     }
   }
+  keep_batch(nullptr);
+  std::vector<int> reserved;
   for (int page = first_slot / kPageTokens; page * kPageTokens < first_slot + count; ++page) {
-    KVANT_RETURN_IF_ERROR(reserve_rows(layer.value, stream.value, page, side));
+    if (page_ref(layer.value, stream.value, page, side).rows != nullptr) continue;
+    Status status = reserve_rows(layer.value, stream.value, page, side);
+    if (!status.ok()) {
+      for (const int p : reserved)
+        free_rows(layer.value, &page_ref(layer.value, stream.value, p, side), side);
+      return status;
+    }
+    reserved.push_back(page);
   }
   const bool newest_run = table_->is_newest_run(stream.value, first_slot, count);
   for (int i = 0; i < count; ++i) {
@@ -548,6 +322,7 @@ Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, Stre
     return {Code::kOutOfRange, "stream " + std::to_string(from.value) + " to " + std::to_string(to.value) +
                                    ": the cache has " + std::to_string(options_.n_streams)};
   }
+  keep_batch(nullptr);
   table_->copy_stream(from.value, to.value);
   for (int page = 0; page < n_pages_; ++page) {
     const SidePage& source = page_ref(layer.value, from.value, page, side);

@@ -48,10 +48,12 @@ MaskWord read_mask_word(const uint16_t* mask) {
   return word;
 }
 
+uint64_t slot_bit(int slot) { return uint64_t{1} << (slot % kPageTokens); }
+
 size_t stream_bytes(int n_pages) {
   const size_t slots = static_cast<size_t>(n_pages) * kPageTokens;
   return align_up(slots * 4, 64) + align_up(slots * 8, 64) +
-         2 * align_up(static_cast<size_t>(n_pages) * 8, 64);
+         3 * align_up(static_cast<size_t>(n_pages) * 8, 64);
 }
 
 }  // namespace
@@ -78,6 +80,7 @@ SlotTable::SlotTable(int n_pages, int n_streams, MemoryPool* pool)
     s.order = reinterpret_cast<int32_t*>(take(slots * 8));
     s.filled = reinterpret_cast<uint64_t*>(take(static_cast<size_t>(n_pages) * 8));
     s.sinks = reinterpret_cast<uint64_t*>(take(static_cast<size_t>(n_pages) * 8));
+    s.adopted = reinterpret_cast<uint64_t*>(take(static_cast<size_t>(n_pages) * 8));
     streams_.push_back(s);
   }
   clear();
@@ -89,8 +92,8 @@ void SlotTable::clear() {
     s.newest = 0;
     s.last_slot = -1;
     s.ascending = true;
-    s.adopted = false;
   }
+  undo_.clear();
 }
 
 void SlotTable::compact(Stream* s) {
@@ -110,17 +113,59 @@ void SlotTable::write(int stream, int slot) {
     s.stamp[slot] = 0;
     compact(&s);
   }
+  const uint64_t bit = slot_bit(slot);
+  const int page = slot / kPageTokens;
   s.order[s.newest] = slot;
   s.stamp[slot] = ++s.newest;
   s.ascending = s.ascending && slot > s.last_slot;
   s.last_slot = slot;
-  s.filled[slot / kPageTokens] |= uint64_t{1} << (slot % kPageTokens);
-  s.sinks[slot / kPageTokens] &= ~(uint64_t{1} << (slot % kPageTokens));
+  s.filled[page] |= bit;
+  s.sinks[page] &= ~bit;
+  s.adopted[page] &= ~bit;
+}
+
+void SlotTable::write_batch(std::span<const int64_t> slots) {
+  // Stamps in the undo list stay valid: no write of this batch reaches the end of `order`.
+  for (size_t i = 0; i < streams_.size() && undo_.empty(); ++i) {
+    if (streams_[i].newest + slots.size() > 2 * static_cast<size_t>(n_slots_)) compact(&streams_[i]);
+  }
+  for (const int64_t global : slots) {
+    const int stream = static_cast<int>(global / n_slots_);
+    const int slot = static_cast<int>(global % n_slots_);
+    const Stream& s = streams_[stream];
+    const uint64_t bit = slot_bit(slot);
+    const int page = slot / kPageTokens;
+    undo_.push_back({.stream = stream,
+                     .slot = slot,
+                     .last_slot = s.last_slot,
+                     .stamp = s.stamp[slot],
+                     .ascending = s.ascending,
+                     .filled = (s.filled[page] & bit) != 0,
+                     .sink = (s.sinks[page] & bit) != 0,
+                     .adopted = (s.adopted[page] & bit) != 0});
+    write(stream, slot);
+  }
+}
+
+void SlotTable::undo_batch() {
+  for (auto u = undo_.rbegin(); u != undo_.rend(); ++u) {
+    Stream& s = streams_[u->stream];
+    const uint64_t bit = slot_bit(u->slot);
+    const int page = u->slot / kPageTokens;
+    --s.newest;
+    s.stamp[u->slot] = u->stamp;
+    s.last_slot = u->last_slot;
+    s.ascending = u->ascending;
+    if (!u->filled) s.filled[page] &= ~bit;
+    if (u->sink) s.sinks[page] |= bit;
+    if (u->adopted) s.adopted[page] |= bit;
+  }
+  undo_.clear();
 }
 
 void SlotTable::adopt(int stream, int slot) {
   write(stream, slot);
-  streams_[stream].adopted = true;
+  streams_[stream].adopted[slot / kPageTokens] |= slot_bit(slot);
 }
 
 bool SlotTable::is_newest_run(int stream, int first, int count) const {
@@ -139,10 +184,10 @@ void SlotTable::copy_stream(int from, int to) {
   std::memcpy(d.order, s.order, static_cast<size_t>(s.newest) * 4);
   std::memcpy(d.filled, s.filled, static_cast<size_t>(n_pages_) * 8);
   std::memcpy(d.sinks, s.sinks, static_cast<size_t>(n_pages_) * 8);
+  std::memcpy(d.adopted, s.adopted, static_cast<size_t>(n_pages_) * 8);
   d.newest = s.newest;
   d.last_slot = s.last_slot;
   d.ascending = s.ascending;
-  d.adopted = s.adopted;
 }
 
 int SlotTable::used_slots(int stream) const {
@@ -180,32 +225,45 @@ void SlotTable::read_masks(const Stream& s, const StreamQueries& queries, Stream
   }
 }
 
-void SlotTable::mark_sinks(Stream* s, const StreamQueries& queries, int sinks, const StreamPlan& plan) const {
-  for (int i = 0; i < plan.n_queries && i < static_cast<int>(queries.own_slot.size()); ++i) {
-    const int slot = queries.own_slot[i];
-    if (slot < 0) continue;
-    const uint64_t* row = plan.visible.data() + static_cast<size_t>(i) * plan.n_pages;
+void SlotTable::find_sinks(const Stream& s, const StreamQueries& queries, int sinks, StreamPlan* out) const {
+  out->sinks.clear();
+  const bool any_adopted =
+      std::any_of(s.adopted, s.adopted + out->n_pages, [](uint64_t word) { return word != 0; });
+  for (int i = 0; i < out->n_queries; ++i) {
+    const int slot = i < static_cast<int>(queries.own_slot.size()) ? queries.own_slot[i] : -1;
+    const uint64_t* row = out->visible.data() + static_cast<size_t>(i) * out->n_pages;
     int seen = 0;
-    for (int p = 0; p < plan.n_pages && seen <= sinks; ++p) seen += std::popcount(row[p]);
-    if (seen <= sinks) s->sinks[slot / kPageTokens] |= uint64_t{1} << (slot % kPageTokens);
+    bool adopted = false;
+    for (int p = 0; p < out->n_pages && (seen <= sinks || any_adopted); ++p) {
+      seen += std::popcount(row[p]);
+      adopted = adopted || (row[p] & s.adopted[p]) != 0;
+    }
+    if (slot >= 0 && seen <= sinks) out->sinks.push_back(slot);
+    if (adopted) find_adopted_sinks(s, i, sinks, out);
   }
 }
 
-// The oldest tokens that each query sees.
-void SlotTable::mark_adopted_sinks(Stream* s, int sinks, const StreamPlan& plan) const {
-  for (int i = 0; i < plan.n_queries; ++i) {
-    const uint64_t* row = plan.visible.data() + static_cast<size_t>(i) * plan.n_pages;
-    int left = sinks;
-    for (uint32_t k = 0; k < s->newest && left > 0; ++k) {
-      const int32_t slot = s->order[k];
-      const int p = slot / kPageTokens;
-      if (s->stamp[slot] != k + 1 || p >= plan.n_pages || ((row[p] >> (slot % kPageTokens)) & 1) == 0)
-        continue;
-      s->sinks[p] |= uint64_t{1} << (slot % kPageTokens);
-      --left;
+// The oldest tokens that the query sees.
+void SlotTable::find_adopted_sinks(const Stream& s, int query, int sinks, StreamPlan* out) const {
+  const uint64_t* row = out->visible.data() + static_cast<size_t>(query) * out->n_pages;
+  int left = sinks;
+  for (uint32_t k = 0; k < s.newest && left > 0; ++k) {
+    const int32_t slot = s.order[k];
+    const int p = slot / kPageTokens;
+    if (s.stamp[slot] != k + 1 || p >= out->n_pages || (row[p] & slot_bit(slot)) == 0) continue;
+    out->sinks.push_back(slot);
+    --left;
+  }
+}
+
+void SlotTable::mark_sinks(const StreamPlan& plan) {
+  Stream& s = streams_[plan.stream.value];
+  for (const int32_t slot : plan.sinks) s.sinks[slot / kPageTokens] |= slot_bit(slot);
+  for (int p = 0; p < plan.n_pages; ++p) {
+    for (int i = 0; i < plan.n_queries && s.adopted[p] != 0; ++i) {
+      s.adopted[p] &= ~plan.visible[static_cast<size_t>(i) * plan.n_pages + p];
     }
   }
-  s->adopted = false;
 }
 
 void SlotTable::find_windows(const Stream& s, int window, StreamPlan* out) const {
@@ -272,16 +330,15 @@ void SlotTable::choose_pages(const Stream& s, const StreamQueries& queries, Stre
   }
 }
 
-void SlotTable::plan(const StreamQueries& queries, int window, int sinks, StreamPlan* out) {
-  Stream& s = streams_[queries.stream.value];
+void SlotTable::plan(const StreamQueries& queries, int window, int sinks, StreamPlan* out) const {
+  const Stream& s = streams_[queries.stream.value];
   out->stream = queries.stream;
   out->n_queries = queries.n_queries;
   out->n_pages = (queries.n_slots + kPageTokens - 1) / kPageTokens;
   out->mask = queries.mask;
   out->mask_stride = queries.mask_stride;
   read_masks(s, queries, out);
-  mark_sinks(&s, queries, sinks, *out);
-  if (s.adopted) mark_adopted_sinks(&s, sinks, *out);
+  find_sinks(s, queries, sinks, out);
   // The page of the newest token is never read from its tile: whether it is full already depends on the
   // chunk.
   find_windows(s, std::max(window, 1), out);

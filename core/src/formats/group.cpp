@@ -1,5 +1,4 @@
 // Family "g": one scale (and low) per token and group of 32 channels.
-#include "formats/columns.h"
 #include "formats/family.h"
 #include "formats/layout.h"
 #include "formats/scale_search.h"
@@ -34,11 +33,8 @@ const FormatFamily kGroupFamily = {
     .may_be_asymmetric = true,
     .default_scale = ScaleType::kE6M10,
     .configure = configure,
-    .choose_metadata =
-        [](const EncodeContext& context, std::byte* tile) {
-          const Columns columns(context);
-          choose_token_scales(context.layout, columns.data(), context.channel_weight, nullptr, tile);
-        },
+    .choose_metadata = [](const EncodeContext& context,
+                          std::byte* tile) { choose_token_metadata(context, nullptr, tile); },
 };
 
 }  // namespace kvant

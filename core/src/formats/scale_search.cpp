@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "formats/family.h"
 #include "formats/layout.h"
 #include "kvant/half.h"
 #include "simd/encode.h"
@@ -236,6 +235,12 @@ void choose_token_scales(const TileLayout& layout, const float* columns, const f
       store_word(tile + band.token_low_offset + 2 * t, clamped_half(choice.centre[t] - scale[t] * reach));
     }
   }
+}
+
+void choose_token_metadata(const EncodeContext& context, float* code_gain, std::byte* tile) {
+  alignas(64) float columns[kMaxHeadDim * kPageTokens];
+  simd::kernels().encode->transpose(context.rows, context.row_stride, context.layout.head_dim, columns);
+  choose_token_scales(context.layout, columns, context.channel_weight, code_gain, tile);
 }
 
 }  // namespace kvant

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "formats/family.h"
 #include "kvant/format.h"
 #include "simd/encode.h"
 
@@ -32,6 +33,9 @@ namespace kvant {
 // gain.
 void choose_token_scales(const TileLayout& layout, const float* columns, const float* weight,
                          float* code_gain, std::byte* tile);
+// The same from the rows and channel weights of the context: all metadata of families that have none per
+// channel.
+void choose_token_metadata(const EncodeContext& context, float* code_gain, std::byte* tile);
 
 inline int scale_trials(int bits) { return bits >= 4 ? 8 : 16; }
 // Fills ratio and inverse_ratio with r for search->trials trials.

@@ -1,5 +1,4 @@
 // Family "t": one scale (and low, when asymmetric) per token and band.
-#include "formats/columns.h"
 #include "formats/family.h"
 #include "formats/layout.h"
 #include "formats/scale_search.h"
@@ -33,12 +32,8 @@ const FormatFamily kTokenFamily = {
     .may_be_asymmetric = true,
     .default_scale = ScaleType::kLog4,
     .configure = configure,
-    .choose_metadata =
-        [](const EncodeContext& context, std::byte* tile) {
-          const Columns columns(context);
-          choose_token_scales(context.layout, columns.data(), context.channel_weight, context.code_gain,
-                              tile);
-        },
+    .choose_metadata = [](const EncodeContext& context,
+                          std::byte* tile) { choose_token_metadata(context, context.code_gain, tile); },
 };
 
 }  // namespace kvant

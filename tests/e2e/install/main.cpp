@@ -1,4 +1,5 @@
-// A program outside the tree: encodes one tile of keys in 4 bits per channel, reads it back, checks the error.
+// A program outside the tree: encodes one tile of keys in 4 bits per channel, reads it back, checks the
+// error.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
