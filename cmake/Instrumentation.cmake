@@ -16,8 +16,8 @@ endif()
 
 if(KVANT_COVERAGE)
   # Kernels of single instruction sets are not counted (tools/checks.sh), so they need not be slow either.
-  set(KVANT_KERNEL_OPTIONS -O1 -finline -fno-profile-arcs -fno-test-coverage)
-  add_compile_options(--coverage -O0 -fno-inline)
+  set(KVANT_KERNEL_OPTIONS -O1 -g0 -finline -fno-profile-arcs -fno-test-coverage)
+  add_compile_options(--coverage -Og -fno-inline)
   add_link_options(--coverage)
 endif()
 
@@ -26,6 +26,6 @@ if(KVANT_FUZZ)
     message(FATAL_ERROR "KVANT_FUZZ needs clang++ (-DCMAKE_CXX_COMPILER=clang++); this is ${CMAKE_CXX_COMPILER_ID}")
   endif()
   # Everything is instrumented; only the targets in fuzz/ link libFuzzer's main (-fsanitize=fuzzer).
-  add_compile_options(-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=undefined)
+  add_compile_options(-O1 -g1 -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=undefined)
   add_link_options(-fsanitize=address,undefined)
 endif()

@@ -348,6 +348,7 @@ double read_stream(int threads) {
   std::vector<uint64_t> sums(threads);
   for (int round = 0; round < 5; ++round) {
     std::vector<std::thread> pool;
+    pool.reserve(threads);
     const double start = now_seconds();
     for (int t = 0; t < threads; ++t) {
       pool.emplace_back([&, t] {

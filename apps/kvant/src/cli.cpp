@@ -7,6 +7,7 @@
 #include <atomic>
 #include <charconv>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <fstream>
@@ -91,7 +92,7 @@ CLI::Validator decimal(double lowest, double highest) {
       "");
 }
 
-CLI::Validator one_of(std::vector<std::string> values) {
+CLI::Validator one_of(const std::vector<std::string>& values) {
   std::string all;
   for (const std::string& v : values) all += (all.empty() ? "" : "|") + v;
   return CLI::Validator(
@@ -211,7 +212,7 @@ void ProgressLine::show(double share, const std::string& what) {
   shown_ = true;
   std::string left;
   if (share > 0.01) {
-    const int seconds = static_cast<int>((now - start_) * (1 - share) / share + 0.5);
+    const int seconds = static_cast<int>(std::lround((now - start_) * (1 - share) / share));
     left = fmt::format(", {}:{:02} left", seconds / 60, seconds % 60);
   }
   std::fprintf(stderr, "\r\033[Kkvant: %3.0f %%%s, %s", 100 * share, left.c_str(), what.c_str());

@@ -33,7 +33,7 @@ int fail(const Status& status);
 // "--option TEXT" of whole numbers and decimals; messages name the nearest legal value.
 CLI::Validator whole_number(long long lowest, long long highest);
 CLI::Validator decimal(double lowest, double highest);
-CLI::Validator one_of(std::vector<std::string> values);
+CLI::Validator one_of(const std::vector<std::string>& values);
 CLI::Validator readable_file();
 
 // Options of the cache that run and eval share. Flags win over KVANT_* variables, which win over the

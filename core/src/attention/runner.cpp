@@ -76,18 +76,16 @@ AttentionRunner::Block AttentionRunner::find_block(int pair) const {
   Block block;
   block.head = pair % job_->n_kv_heads_;
   int index = pair / job_->n_kv_heads_;
-  for (size_t i = 0; i < args_.plan->streams.size(); ++i) {
-    const StreamPlan& stream = args_.plan->streams[i];
-    const int blocks = (stream.n_queries + job_->query_block_ - 1) / job_->query_block_;
-    if (index < blocks) {
-      block.stream = &stream;
-      block.stream_index = static_cast<int>(i);
-      block.first_query = index * job_->query_block_;
-      block.n_queries = std::min(job_->query_block_, stream.n_queries - block.first_query);
-      break;
-    }
-    index -= blocks;
-  }
+  const auto blocks = [&](const StreamPlan& s) {
+    return (s.n_queries + job_->query_block_ - 1) / job_->query_block_;
+  };
+  // Pairs are numbered over the blocks of all streams, so one of the streams has this block.
+  const StreamPlan* stream = args_.plan->streams.data();
+  for (; index >= blocks(*stream); ++stream) index -= blocks(*stream);
+  block.stream = stream;
+  block.stream_index = static_cast<int>(stream - args_.plan->streams.data());
+  block.first_query = index * job_->query_block_;
+  block.n_queries = std::min(job_->query_block_, stream->n_queries - block.first_query);
   block.rows = block.n_queries * group_;
   return block;
 }
