@@ -59,7 +59,7 @@ class Lockstep {
     std::vector<float> decoded;
     std::vector<TokenScore> fused;
   };
-  Lockstep(const EvaluateOptions& options) : options_(options) {}
+  explicit Lockstep(const EvaluateOptions& options) : options_(options) {}
   Status add(const Model& model, Entry entry, int n_ctx);
   Status decode_first(Entry* entry, std::span<const llama_token> chunk, int begin, int from);
   Status run_pass(int index, const Pass& pass, const std::string& what, Progress* progress);

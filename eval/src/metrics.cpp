@@ -37,6 +37,7 @@ std::vector<Block> make_blocks(std::span<const TokenScore> scores, int block_tok
     ++block.n;
   }
   std::vector<Block> out;
+  out.reserve(blocks.size());
   for (const auto& [key, block] : blocks) out.push_back(block);
   return out;
 }
@@ -49,6 +50,7 @@ std::vector<Bucket> make_buckets(std::span<const TokenScore> scores, int block_t
     ++block.n;
   }
   std::vector<Bucket> out;
+  out.reserve(by_position.size());
   for (const auto& [index, block] : by_position) {
     out.push_back({.first = index * block_tokens,
                    .last = (index + 1) * block_tokens - 1,

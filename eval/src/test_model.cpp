@@ -134,6 +134,7 @@ void Writer::add_byte_tokenizer() {
     types.push_back(6);
   }
   std::vector<const char*> pointers;
+  pointers.reserve(tokens.size());
   for (const std::string& t : tokens) pointers.push_back(t.c_str());
   const std::vector<float> scores(tokens.size(), 0.0f);
   gguf_set_val_str(file_.get(), "tokenizer.ggml.model", "llama");

@@ -261,6 +261,37 @@ TEST(SlotCache, CopyStreamReplacesItsTarget) {
   EXPECT_EQ(engine.cache().used_slots(StreamId{0}), 300);
 }
 
+// The limit leaves room for the tiles of a copy, not for its rows; then for all of it once the target's own
+// bytes are given back.
+TEST(SlotCache, CopyThatDoesNotFitChangesNothing) {
+  EngineOptions options = {.scheme = "k=t4,v=t3,w=64,s=3",
+                           .shapes = {{2, 1, 64, 64}, {2, 1, 64, 64}},
+                           .n_slots = 256,
+                           .n_streams = 3};
+  size_t used[3] = {};
+  {
+    Engine quiet(options);
+    used[0] = quiet.cache().memory().total();
+    quiet.append(0, 0, 0, 250, 50);
+    used[1] = quiet.cache().memory().total();
+    quiet.append(1, 1, 0, 40, 40);
+    used[2] = quiet.cache().memory().total();
+  }
+  options.limit_bytes = used[2] + (used[1] - used[0]) / 2;
+  Engine engine(options);
+  engine.append(0, 0, 0, 250, 50);
+  engine.append(1, 1, 0, 40, 40);
+  const uint64_t before = test::stream_hash(engine.cache(), 1);
+  const Status refused = engine.cache().copy_stream(StreamId{0}, StreamId{1});
+  EXPECT_EQ(refused.code(), Code::kPoolExhausted);
+  EXPECT_NE(refused.message().find("stream 0 to 1"), std::string::npos) << refused.message();
+  EXPECT_EQ(test::stream_hash(engine.cache(), 1), before);
+  EXPECT_EQ(engine.cache().used_slots(StreamId{1}), 40);
+  EXPECT_EQ(engine.cache().memory().total(), used[2]);
+  EXPECT_TRUE(engine.cache().copy_stream(StreamId{1}, StreamId{2}).ok());
+  EXPECT_EQ(test::stream_hash(engine.cache(), 2), before);
+}
+
 // Writing, preparing and running attention allocate nothing once every size was met; neither do begin_batch
 // and plan touch the counted pool except for the pages that a token opens.
 TEST(SlotCache, DecodeStepAllocatesNothing) {

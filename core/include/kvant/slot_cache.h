@@ -150,7 +150,8 @@ class SlotCache {
   // What attention reads for a slot, in floats: [n_kv_heads * dim]; `quantized` picks the tile or the row.
   Status read_slot(LayerId layer, Side side, StreamId stream, int slot, bool quantized, float* out) const;
   Status write_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count, const uint16_t* in);
-  // Makes `to` a copy of `from` (every layer, both sides); tiles are copied as bytes.
+  // Makes `to` a copy of `from` (every layer, both sides); tiles are copied as bytes. A copy that does not
+  // fit beside what the other streams hold is refused (kPoolExhausted) and changes nothing.
   Status copy_stream(StreamId from, StreamId to);
   Status copy_stream_side(LayerId layer, Side side, StreamId from, StreamId to);
   void clear();
@@ -191,6 +192,9 @@ class SlotCache {
   void forget_slot(int layer, int stream, int slot, Side side);
   void drop_rows(int layer, int stream, int page, Side side);
   void free_everything();
+  size_t side_bytes(int layer, StreamId stream, Side side) const;
+  Status check_copy(int first_layer, int end_layer, std::span<const Side> sides, StreamId from,
+                    StreamId to) const;
   Status check_slots(std::span<const int64_t> slots) const;
   Status begin_page(int layer, const BatchPage& page, Side side);
   void keep_batch(const BatchPlan* plan);

@@ -19,6 +19,13 @@ size_t page_table_bytes(const SlotCache::Options& options, int n_pages) {
       options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage), 64);
 }
 
+// nullptr when there is no memory for it.
+void* copy_of(MemoryPool* pool, const void* from, size_t bytes, Use use) {
+  void* to = pool->allocate(bytes, use);
+  if (to != nullptr) std::memcpy(to, from, bytes);
+  return to;
+}
+
 }  // namespace
 
 SlotCache::SlotCache(Options options) : options_(std::move(options)), pool_(options_.memory) {}
@@ -315,14 +322,41 @@ Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int firs
   return {};
 }
 
-Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, StreamId to) {
-  const LayerScheme& scheme = options_.layers[layer.value];
-  if (from == to) return {};
+size_t SlotCache::side_bytes(int layer, StreamId stream, Side side) const {
+  const LayerScheme& scheme = options_.layers[layer];
+  size_t bytes = 0;
+  for (int page = 0; page < n_pages_; ++page) {
+    const SidePage& sp = side_page(LayerId{layer}, stream, page, side);
+    if (sp.tiles != nullptr) bytes += tiles_bytes(scheme, side);
+    if (sp.rows != nullptr) bytes += row_page_bytes(scheme.shape, side);
+    if (sp.kept != nullptr) bytes += kept_bytes(scheme.shape, side, std::popcount(sp.kept_layout));
+  }
+  return bytes;
+}
+
+Status SlotCache::check_copy(int first_layer, int end_layer, std::span<const Side> sides, StreamId from,
+                             StreamId to) const {
   if (from.value < 0 || to.value < 0 || from.value >= options_.n_streams || to.value >= options_.n_streams) {
     return {Code::kOutOfRange, "stream " + std::to_string(from.value) + " to " + std::to_string(to.value) +
                                    ": the cache has " + std::to_string(options_.n_streams)};
   }
+  size_t total = pool_.total_bytes();
+  for (int layer = first_layer; layer < end_layer; ++layer) {
+    for (const Side side : sides) total += side_bytes(layer, from, side) - side_bytes(layer, to, side);
+  }
+  if (total <= pool_.limit_bytes()) return {};
+  return {Code::kPoolExhausted, "copy of stream " + std::to_string(from.value) + " to " +
+                                    std::to_string(to.value) + ": " + std::to_string(total) +
+                                    " bytes do not fit in the memory limit of " +
+                                    std::to_string(pool_.limit_bytes()) + " bytes"};
+}
+
+Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, StreamId to) {
   keep_batch(nullptr);
+  KVANT_RETURN_IF_ERROR(check_copy(layer.value, layer.value + 1, {&side, 1}, from, to));
+  if (from == to) return {};
+  const LayerScheme& scheme = options_.layers[layer.value];
+  const Status no_memory = {Code::kPoolExhausted, "copy of a stream: the system has no memory"};
   table_->copy_stream(from.value, to.value);
   for (int page = 0; page < n_pages_; ++page) {
     const SidePage& source = page_ref(layer.value, from.value, page, side);
@@ -331,21 +365,21 @@ Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, Stre
     free_rows(layer.value, &target, side);
     free_kept(layer.value, &target, side);
     if (source.tiles != nullptr) {
-      KVANT_RETURN_IF_ERROR(reserve_tiles(layer.value, to.value, page, side));
-      std::memcpy(target.tiles, source.tiles, tiles_bytes(scheme, side));
+      const size_t bytes = tiles_bytes(scheme, side);
+      target.tiles = static_cast<std::byte*>(copy_of(&pool_, source.tiles, bytes, Use::kTiles));
+      if (target.tiles == nullptr) return no_memory;
       target.tile_mask = source.tile_mask;
     }
     if (source.rows != nullptr) {
-      KVANT_RETURN_IF_ERROR(reserve_rows(layer.value, to.value, page, side));
-      std::memcpy(target.rows, source.rows, row_page_bytes(scheme.shape, side));
+      const size_t bytes = row_page_bytes(scheme.shape, side);
+      target.rows = static_cast<uint16_t*>(copy_of(&pool_, source.rows, bytes, Use::kExactRows));
+      if (target.rows == nullptr) return no_memory;
       target.row_mask = source.row_mask;
     }
     if (source.kept != nullptr) {
       const size_t bytes = kept_bytes(scheme.shape, side, std::popcount(source.kept_layout));
-      target.kept = static_cast<uint16_t*>(pool_.allocate(bytes, Use::kExactRows));
-      if (target.kept == nullptr)
-        return {Code::kPoolExhausted, "copy of a stream: the memory limit is reached"};
-      std::memcpy(target.kept, source.kept, bytes);
+      target.kept = static_cast<uint16_t*>(copy_of(&pool_, source.kept, bytes, Use::kExactRows));
+      if (target.kept == nullptr) return no_memory;
       target.kept_mask = source.kept_mask;
       target.kept_layout = source.kept_layout;
     }
@@ -354,6 +388,8 @@ Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, Stre
 }
 
 Status SlotCache::copy_stream(StreamId from, StreamId to) {
+  keep_batch(nullptr);
+  KVANT_RETURN_IF_ERROR(check_copy(0, n_layers(), kSides, from, to));
   for (int layer = 0; layer < n_layers(); ++layer) {
     for (const Side side : kSides) KVANT_RETURN_IF_ERROR(copy_stream_side(LayerId{layer}, side, from, to));
   }
