@@ -12,7 +12,7 @@ namespace kvant::simd {
 namespace {
 
 uint16_t load_word(const std::byte* p) {
-  uint16_t w;
+  uint16_t w = 0;
   std::memcpy(&w, p, sizeof w);
   return w;
 }
@@ -117,7 +117,7 @@ void prepare_queries(const TileLayout& layout, const float* q, int rows, Prepare
 void fold_channel_scales(const TileLayout& layout, const std::byte* tile, int r, const PreparedQueries& q) {
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = layout.bands[b];
-    float x[kMaxHeadDim];
+    float x[kMaxHeadDim] = {};
     for (int c = 0; c < band.channels; ++c) {
       x[c] = q.q[static_cast<size_t>(r) * layout.head_dim + band.first_channel + c] *
              channel_scale(layout, tile, band.first_channel + c);
