@@ -17,7 +17,7 @@ endif()
 if(KVANT_COVERAGE)
   # Kernels of single instruction sets are not counted (tools/checks.sh), so they need not be slow either.
   set(KVANT_KERNEL_OPTIONS -O1 -g0 -finline -fno-profile-arcs -fno-test-coverage)
-  add_compile_options(--coverage -Og -fno-inline)
+  add_compile_options(--coverage -fprofile-update=atomic -Og -fno-inline)
   add_link_options(--coverage)
 endif()
 

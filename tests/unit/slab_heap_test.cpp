@@ -88,11 +88,10 @@ TEST(SlabHeap, FreedPiecesAreUsedFirst) {
   // 2 MiB / 8192 = 256 pieces a slab: three slabs, the third with 88 pieces.
   std::vector<std::byte*> pieces;
   for (int i = 0; i < 600; ++i) pieces.push_back(static_cast<std::byte*>(heap.allocate(8192)));
-  std::byte* lowest = *std::min_element(pieces.begin(), pieces.end());
-  const auto at = std::find(pieces.begin(), pieces.end(), lowest);
-  // A slab that was full has room again, and the lowest slab is filled first.
-  std::byte* a = at[5];
-  std::byte* b = at[200];
+  // The lowest slab is filled first; every slab has 88 pieces or more.
+  std::sort(pieces.begin(), pieces.end());
+  std::byte* a = pieces[5];
+  std::byte* b = pieces[60];
   heap.release(a, 8192);
   heap.release(b, 8192);
   EXPECT_EQ(heap.allocate(8192), b);
