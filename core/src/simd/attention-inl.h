@@ -80,7 +80,7 @@ HWY_INLINE I round_to_int(F v) {
 }
 
 HWY_INLINE uint16_t load_word(const void* p) {
-  uint16_t w;
+  uint16_t w = 0;
   memcpy(&w, p, sizeof w);
   return w;
 }
@@ -186,7 +186,7 @@ HWY_INLINE F halves_to_floats(const void* p) {
 HWY_INLINE float scale_word(const std::byte* p) {
   const uint32_t w = load_word(p);
   const uint32_t bits = w == 0 ? 0 : (w << 13) + (86u << 23);
-  float x;
+  float x = 0;
   memcpy(&x, &bits, sizeof x);
   return x;
 }
@@ -219,7 +219,7 @@ HWY_INLINE void expand_log4(const std::byte* words, float base, float* out) {
   const F mantissas = hn::Mul(hn::LoadDup128(df, kQuarterOctave), set(base));
   alignas(64) static constexpr uint32_t kShifts[8] = {0, 4, 8, 12, 16, 20, 24, 28};
   for (int t = 0; t < kPageTokens; t += kLanes) {
-    uint32_t chunk;
+    uint32_t chunk = 0;
     memcpy(&chunk, words + t / 8 * 4, sizeof chunk);
     const U shifted = hn::Shr(hn::Set(du, chunk), hn::Load(du, kShifts + t % 8));
     store(log_steps<2>(hn::And(shifted, hn::Set(du, 15)), mantissas), out + t);
@@ -240,7 +240,7 @@ HWY_INLINE void expand_log8(const std::byte* words, float base, float* out) {
   } else {
     for (int t = 0; t < kPageTokens; ++t) {
       const int k = static_cast<int>(words[t]) + 1;
-      uint32_t bits;
+      uint32_t bits = 0;
       const float mantissa = base * kEighthOctave[k & 7];
       memcpy(&bits, &mantissa, sizeof bits);
       bits = k == 1 ? 0 : bits + (static_cast<uint32_t>((k >> 3) - 32) << 23);

@@ -42,7 +42,7 @@ HWY_INLINE I fold(I sum, Partial p) {
 
 // Broadcasts four bytes to all lanes.
 HWY_INLINE Bytes quad(const void* p) {
-  int32_t x;
+  int32_t x = 0;
   memcpy(&x, p, sizeof x);
   return hn::BitCast(db, hn::Set(di, x));
 }

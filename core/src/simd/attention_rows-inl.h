@@ -12,7 +12,8 @@ struct HalfRows {
   using Element = uint16_t;
   static HWY_INLINE F load_lanes(const uint16_t* p, int count) {
 #if KVANT_AVX512
-    if (count < kLanes) return F{_mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p)))};
+    if (count < kLanes)
+      return F{_mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 #else
     (void)count;
 #endif
