@@ -64,7 +64,8 @@ TEST(SlotCache, RefusesImpossibleOptions) {
   bad.sinks = -1;
   refused(bad, "sinks");
   bad = good;
-  bad.memory.limit_bytes = 512;
+  // The page table fits, the slot table does not.
+  bad.memory = {.limit_bytes = 512, .poison = 0xAA};
   EXPECT_EQ(SlotCache::create(bad).status().code(), Code::kPoolExhausted);
   bad.memory.limit_bytes = 4096;
   const auto made = SlotCache::create(bad);

@@ -42,13 +42,13 @@ Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
   c.n_pages_ = (c.options_.n_slots + kPageTokens - 1) / kPageTokens;
   c.table_ = std::make_unique<SlotTable>(c.n_pages_, c.options_.n_streams, &c.pool_);
   c.pages_ = PoolBuffer(&c.pool_, page_table_bytes(c.options_, c.n_pages_), Use::kTables);
+  // Before any return: the destructor looks at every page.
+  const size_t count = c.pages_.bytes() / sizeof(SidePage);
+  for (size_t i = 0; i < count; ++i) new (reinterpret_cast<SidePage*>(c.pages_.data()) + i) SidePage();
   if (!c.table_->ok() || !c.pages_) {
     return Status(Code::kPoolExhausted, "the tables of the cache do not fit in the memory limit of " +
                                             std::to_string(c.pool_.limit_bytes()) + " bytes");
   }
-  SidePage* page = reinterpret_cast<SidePage*>(c.pages_.data());
-  const size_t count = c.pages_.bytes() / sizeof(SidePage);
-  for (size_t i = 0; i < count; ++i) new (page + i) SidePage();
   return cache;
 }
 
