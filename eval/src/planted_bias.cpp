@@ -46,9 +46,8 @@ Status write_planted_bias_model(const TestModelOptions& o) {
   const int64_t dim = keys->ne[1] / kv_heads;
   const GgufPtr out(gguf_init_empty(), gguf_free);
   gguf_set_kv(out.get(), from.get());
-  for (ggml_tensor* t = ggml_get_first_tensor(weights.get()); t != nullptr;
-       t = ggml_get_next_tensor(weights.get(), t)) {
-    gguf_add_tensor(out.get(), t);
+  for (int64_t i = 0; i < gguf_get_n_tensors(from.get()); ++i) {
+    gguf_add_tensor(out.get(), ggml_get_tensor(weights.get(), gguf_get_tensor_name(from.get(), i)));
   }
   const GgmlPtr added(
       ggml_init({.mem_size = 2 * (ggml_tensor_overhead() + static_cast<size_t>(keys->ne[1]) * 4 + 256),

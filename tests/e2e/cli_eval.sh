@@ -80,6 +80,17 @@ for name in ("kv4", "k=t4,v=t4", "kv8"):
     assert 0 < rows[name]["fused"]["share"] < (0.1 if name == "kv4" else 0.05), (name, rows[name]["fused"])
 PYTHON
 
+echo "-- biases can be planted into a model of the Llama family"
+"$kvant" testmodel --kind shapes --layers 3 --heads 4 --kv-heads 2 --head-dim 64 -o plain.gguf
+"$kvant" testmodel --kind planted -m plain.gguf -o planted.gguf
+"$kvant" calibrate -m planted.gguf -f "$KVANT_TEXT_DIR/calibration.txt" --tokens 1024 --window 1024 -o planted-calibration.gguf \
+  --json >planted.json
+python3 - <<'PYTHON'
+import json
+found = {(o["layer"], o["head"], o["channel"]) for o in json.load(open("planted.json"))["outliers"] if o["side"] == "key"}
+assert found == {(layer, head, channel) for layer in (0, 2) for head in (0, 1) for channel in (60, 61, 62, 63)}, found
+PYTHON
+
 echo "-- the same run gives the same quality, with any chunk the figures stay within the floor"
 args=(-m key-bias.gguf -f "$text" --kv kv4 -c 1024 --tests text --no-speed --json)
 "$kvant" eval "${args[@]}" >one.json
