@@ -47,10 +47,11 @@ class Fixture {
         q_(static_cast<size_t>(p.rows) * p.key.head_dim),
         base_(p.rows, 0.0f),
         rescale_(p.rows, 1.0f),
-        live_(p.rows, ~uint64_t{0}),
+        sums_(static_cast<size_t>(kStrip) * p.rows),
+        live_(static_cast<size_t>(kStrip) * p.rows, ~uint64_t{0}),
         state_(p.rows),
-        logits_(static_cast<size_t>(p.rows) * kPageTokens),
-        weights_(static_cast<size_t>(p.rows) * kPageTokens),
+        logits_(static_cast<size_t>(kStrip) * p.rows * kPageTokens),
+        weights_(static_cast<size_t>(kStrip) * p.rows * kPageTokens),
         acc_(static_cast<size_t>(p.rows) * p.value.head_dim) {
     std::mt19937 rng(7);
     std::normal_distribution<float> normal;
@@ -65,21 +66,52 @@ class Fixture {
   }
   std::byte* key(int i) { return keys_.data() + static_cast<size_t>(i) * key_.tile_bytes; }
   std::byte* value(int i) { return values_.data() + static_cast<size_t>(i) * value_.tile_bytes; }
+  // Strips of kStrip tiles from tile i on, as the driver visits them.
+  static constexpr int kStrip = 4;
   void scores(int i) {
-    kernels_.qk_tile(key_, key(i), key(i), prepared_, base_.data(), live_.data(), logits_.data());
+    simd::KeyTask tasks[kStrip];
+    for (int n = 0; n < kStrip; ++n) {
+      tasks[n] = {.layout = &key_,
+                  .tile = key(i + n),
+                  .next = key(i + n),
+                  .queries = &prepared_,
+                  .base = base_.data(),
+                  .live = live_.data(),
+                  .logits = logits_.data() + static_cast<size_t>(n) * rows_ * kPageTokens};
+    }
+    kernels_.qk_tiles(tasks, kStrip);
   }
-  void softmax() { kernels_.softmax(logits_.data(), rows_, live_.data(), state_.data(), rescale_.data()); }
+  void softmax() {
+    const simd::LogitStrip strip = {.logits = logits_.data(),
+                                    .page_stride = static_cast<size_t>(rows_) * kPageTokens,
+                                    .live = live_.data(),
+                                    .live_stride = static_cast<size_t>(rows_),
+                                    .pages = kStrip,
+                                    .rows = rows_,
+                                    .sums = sums_.data(),
+                                    .sum_stride = static_cast<size_t>(rows_)};
+    kernels_.softmax(strip, state_.data(), rescale_.data());
+  }
   void sums(int i, const float* weights) {
-    kernels_.pv_tile(value_, value(i), value(i), weights, rows_, live_.data(), acc_.data(),
-                     workspace_.data());
+    simd::ValueTask tasks[kStrip];
+    for (int n = 0; n < kStrip; ++n) {
+      tasks[n] = {.layout = &value_,
+                  .tile = value(i + n),
+                  .next = value(i + n),
+                  .weights = weights + static_cast<size_t>(n) * rows_ * kPageTokens,
+                  .rows = rows_,
+                  .live = live_.data(),
+                  .acc = acc_.data()};
+    }
+    kernels_.pv_tiles(tasks, kStrip, workspace_.data());
   }
   void tile(int i) {
     scores(i);
     softmax();
-    kernels_.rescale(acc_.data(), value_.head_dim, rows_, live_.data(), rescale_.data());
+    kernels_.rescale(acc_.data(), value_.head_dim, rows_, rescale_.data());
     sums(i, logits_.data());
   }
-  // Scores, then weighted sums, of the first tile.
+  // Scores, then weighted sums, of the first tiles.
   std::vector<float> sample() {
     scores(0);
     std::vector<float> out = logits_;
@@ -96,7 +128,7 @@ class Fixture {
   TileLayout key_, value_;
   int rows_, tiles_;
   test::AlignedBytes keys_, values_, prepared_memory_, workspace_;
-  std::vector<float> q_, base_, rescale_;
+  std::vector<float> q_, base_, rescale_, sums_;
   std::vector<uint64_t> live_;
   std::vector<simd::RowState> state_;
   std::vector<float> logits_, weights_, acc_;
@@ -122,7 +154,7 @@ void run_tiles(benchmark::State& state, const KernelTable* table, Problem proble
     return;
   }
   for (auto _ : state) {
-    for (int i = 0; i < fixture.tiles(); ++i) {
+    for (int i = 0; i < fixture.tiles(); i += Fixture::kStrip) {
       if (what == What::kScores) fixture.scores(i);
       if (what == What::kSums) fixture.sums(i, fixture.weights());
       if (what == What::kTile) fixture.tile(i);
@@ -140,7 +172,7 @@ void run_page(const KernelTable& table, const uint16_t* page, int dim, bool scor
   const int rows = static_cast<int>((scores ? in.size() : out->size()) / dim);
   const std::vector<uint64_t> live(rows, ~uint64_t{0});
   const auto run = scores ? table.attention->qk_rows : table.attention->pv_rows;
-  run(page, dim, kPageTokens, false, dim, in.data(), rows, live.data(), out->data());
+  run(page, page, dim, kPageTokens, false, dim, in.data(), rows, live.data(), out->data());
 }
 
 void run_rows(benchmark::State& state, const KernelTable* table, int dim, int rows, bool scores) {

@@ -65,7 +65,14 @@ class Counts {
     measure(name, [&] {
       for (int i = 0; i < kTiles; ++i) {
         const std::byte* tile = tiles.data() + static_cast<size_t>(i) * layout.tile_bytes;
-        attention_.qk_tile(layout, tile, tile, prepared, base.data(), live_.data(), logits.data());
+        const simd::KeyTask task = {.layout = &layout,
+                                    .tile = tile,
+                                    .next = tile,
+                                    .queries = &prepared,
+                                    .base = base.data(),
+                                    .live = live_.data(),
+                                    .logits = logits.data()};
+        attention_.qk_tiles(&task, 1);
       }
     });
   }
@@ -82,8 +89,14 @@ class Counts {
     for (float& w : weights) w = static_cast<float>(1 + rng_() % 1024) / 1024.0f;
     measure("sums-4bit", [&] {
       for (int i = 0; i < kTiles; ++i) {
-        attention_.pv_tile(layout, tile.data(), tile.data(), weights.data(), kRows, live_.data(), acc.data(),
-                           workspace.data());
+        const simd::ValueTask task = {.layout = &layout,
+                                      .tile = tile.data(),
+                                      .next = tile.data(),
+                                      .weights = weights.data(),
+                                      .rows = kRows,
+                                      .live = live_.data(),
+                                      .acc = acc.data()};
+        attention_.pv_tiles(&task, 1, workspace.data());
       }
     });
   }
@@ -93,8 +106,8 @@ class Counts {
     for (uint16_t& k : keys) k = float_to_half(value());
     std::vector<float> logits(static_cast<size_t>(kRows) * kPageTokens);
     measure("scores-f16", [&] {
-      attention_.qk_rows(keys.data(), kDim, kPageTokens, false, kDim, q_.data(), kRows, live_.data(),
-                         logits.data());
+      attention_.qk_rows(keys.data(), keys.data(), kDim, kPageTokens, false, kDim, q_.data(), kRows,
+                         live_.data(), logits.data());
     });
   }
 

@@ -256,7 +256,8 @@ void Engine::run_layer(int layer, const std::vector<std::vector<int>>& by_stream
       .soft_cap = look.soft_cap,
       .alibi_slopes = look.alibi_slopes.empty() ? nullptr : look.alibi_slopes.data(),
       .sink_logits = look.sink_logits.empty() ? nullptr : look.sink_logits.data(),
-      .path = look.path};
+      .path = look.path,
+      .skip_below = look.skip_below};
   const Status prepared = job_.prepare(cache_.get(), workspace_.get(), args);
   EXPECT_TRUE(prepared.ok()) << prepared.message();
   in_threads(look.threads > 0 ? look.threads : options_.threads, [&](WorkShare share) { job_.run(share); });

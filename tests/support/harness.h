@@ -41,6 +41,7 @@ struct Look {
   std::vector<float> sink_logits = {};   // [n_query_heads]
   bool bias = false;                     // mask holds -(distance) / 8, rounded to binary16
   AttentionPath path = AttentionPath::kFused;
+  float skip_below = kSkipBelow;
   int threads = 0;         // 0: as the engine
   bool seal_only = false;  // writes and seals, no attention and no outputs
   bool dqref = false;      // also run reference_attention

@@ -163,7 +163,14 @@ std::vector<float> run_qk(const AttentionKernels& k, Tile& tile, const std::vect
   simd::place_prepared_queries(tile.layout, rows, memory.data(), &prepared);
   k.prepare_queries(tile.layout, q.data(), rows, &prepared);
   std::vector<float> logits(static_cast<size_t>(rows) * kPageTokens, kPoison);
-  k.qk_tile(tile.layout, tile.data(), tile.data(), prepared, base.data(), live.data(), logits.data());
+  const simd::KeyTask task = {.layout = &tile.layout,
+                              .tile = tile.data(),
+                              .next = tile.data(),
+                              .queries = &prepared,
+                              .base = base.data(),
+                              .live = live.data(),
+                              .logits = logits.data()};
+  k.qk_tiles(&task, 1);
   return logits;
 }
 
@@ -171,8 +178,14 @@ std::vector<float> run_pv(const AttentionKernels& k, Tile& tile, const std::vect
                           const std::vector<uint64_t>& live, float start) {
   test::AlignedBytes workspace(simd::pv_workspace_bytes(tile.layout, rows));
   std::vector<float> acc(static_cast<size_t>(rows) * tile.layout.head_dim, start);
-  k.pv_tile(tile.layout, tile.data(), tile.data(), weights.data(), rows, live.data(), acc.data(),
-            workspace.data());
+  const simd::ValueTask task = {.layout = &tile.layout,
+                                .tile = tile.data(),
+                                .next = tile.data(),
+                                .weights = weights.data(),
+                                .rows = rows,
+                                .live = live.data(),
+                                .acc = acc.data()};
+  k.pv_tiles(&task, 1, workspace.data());
   return acc;
 }
 

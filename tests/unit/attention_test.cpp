@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -250,6 +251,37 @@ TEST(AttentionCounters, CountVisibleAndQuantizedPairs) {
   EXPECT_EQ(engine.cache().counters().pairs_total.load(), total);
   EXPECT_EQ(engine.cache().counters().pairs_quantized.load(), quantized);
   EXPECT_EQ(engine.cache().counters().pairs_quantized_v.load(), 0u);
+}
+
+// Two of three pages lie far below the first: leaving them out changes nothing that can be seen, for any
+// number of threads and queries.
+TEST(AttentionSkip, PagesThatCannotMatterAreLeftOut) {
+  const test::Content random = test::random_content(3);
+  const test::Content peaked = [random](int layer, const LayerShape& shape, int seq, int pos) {
+    test::TokenRows rows = random(layer, shape, seq, pos);
+    for (float& x : rows.k) x *= pos / kPageTokens % 3 == 0 ? 12.0f : 0.1f;
+    return rows;
+  };
+  for (const char* scheme : {"k=t4,v=t4,w=1,s=0", "k=c4a,v=t4,w=64,s=5", "exact"}) {
+    Engine engine({.scheme = scheme, .shapes = {{6, 2, 64, 64}}, .n_slots = 1280, .threads = 3}, peaked);
+    engine.append(0, 0, 0, 1200, 100, {.seal_only = true});
+    std::vector<Entry> queries;
+    for (int t = 1100; t < 1140; ++t) queries.push_back({.pos = t, .slot = t});
+    Look look;
+    look.skip_below = std::numeric_limits<float>::infinity();
+    const Outputs all = engine.attend(queries, look);
+    EXPECT_EQ(engine.cache().counters().pairs_skipped.load(), 0u);
+    look.skip_below = kSkipBelow;
+    const Outputs skipped = engine.attend(queries, look);
+    const uint64_t pairs = engine.cache().counters().pairs_skipped.load();
+    if (std::string(scheme) != "exact") {
+      EXPECT_GT(pairs, queries.size() * 6u * 128u) << scheme;
+    }
+    EXPECT_LT(test::relative_error(skipped.engine, all.engine), 1200 * 0x1p-24) << scheme;
+    look.threads = 1;
+    EXPECT_TRUE(test::same_bits(engine.attend(queries, look).engine, skipped.engine)) << scheme;
+    EXPECT_TRUE(test::same_bits(engine.attend({queries[7]}, look).engine[0], skipped.engine[7])) << scheme;
+  }
 }
 
 TEST(AttentionRefusals, BadArgumentsAreRefusedBeforeAnyWork) {

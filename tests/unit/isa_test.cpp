@@ -49,12 +49,12 @@ TEST_F(IsaTest, ListedTablesAreComplete) {
   for (const simd::KernelTable* table : simd::available_kernels()) {
     const simd::AttentionKernels& k = *table->attention;
     EXPECT_NE(k.prepare_queries, nullptr);
-    EXPECT_NE(k.qk_tile, nullptr);
+    EXPECT_NE(k.qk_tiles, nullptr);
     EXPECT_NE(k.qk_rows, nullptr);
     EXPECT_NE(k.qk_floats, nullptr);
     EXPECT_NE(k.softmax, nullptr);
     EXPECT_NE(k.rescale, nullptr);
-    EXPECT_NE(k.pv_tile, nullptr);
+    EXPECT_NE(k.pv_tiles, nullptr);
     EXPECT_NE(k.pv_rows, nullptr);
     EXPECT_NE(k.pv_floats, nullptr);
   }

@@ -400,6 +400,7 @@ CacheReport CacheState::report() const {
   r.pairs_total = counters.pairs_total.load();
   r.pairs_quantized = counters.pairs_quantized.load();
   r.pairs_quantized_v = counters.pairs_quantized_v.load();
+  r.pairs_skipped = counters.pairs_skipped.load();
   r.sealed_tiles = cache_->sealed_tiles();
   return r;
 }
@@ -411,6 +412,7 @@ void CacheState::reset_counters() {
   counters.pairs_total = 0;
   counters.pairs_quantized = 0;
   counters.pairs_quantized_v = 0;
+  counters.pairs_skipped = 0;
 }
 
 void CacheState::close() {

@@ -90,6 +90,7 @@ nlohmann::json cache_json(const CacheReport& cache) {
           {"pairs_total", cache.pairs_total},
           {"pairs_quantized_k", cache.pairs_quantized},
           {"pairs_quantized_v", cache.pairs_quantized_v},
+          {"pairs_skipped", cache.pairs_skipped},
           {"sealed_tiles", cache.sealed_tiles},
           {"isa", cache.isa},
           {"layers", layers}};
@@ -138,7 +139,7 @@ std::string describe_use(const std::vector<CacheReport>& caches) {
   MemoryReport sum;
   size_t peak = 0, f16 = 0;
   int used = 0;
-  uint64_t pairs = 0, quantized = 0;
+  uint64_t pairs = 0, quantized = 0, skipped = 0;
   for (const CacheReport& c : caches) {
     sum.tile_bytes += c.memory.tile_bytes;
     sum.exact_row_bytes += c.memory.exact_row_bytes;
@@ -149,13 +150,18 @@ std::string describe_use(const std::vector<CacheReport>& caches) {
     used = std::max(used, c.used_slots);
     pairs += c.pairs_total;
     quantized += c.pairs_quantized;
+    skipped += c.pairs_skipped;
   }
-  return format(
+  const auto share = [pairs](uint64_t n) {
+    return pairs == 0 ? 0.0 : 100.0 * static_cast<double>(n) / static_cast<double>(pairs);
+  };
+  std::string line = format(
       "%d slots in %.2f MiB (packed %.2f, exact rows %.2f, tables %.2f, workspace %.2f; f16 rows alone: "
       "%.2f), peak %.2f MiB, %.1f %% of key reads from packed tiles",
       used, sum.total() / kMib, sum.tile_bytes / kMib, sum.exact_row_bytes / kMib, sum.table_bytes / kMib,
-      sum.workspace_bytes / kMib, f16 / kMib, peak / kMib,
-      pairs == 0 ? 0.0 : 100.0 * static_cast<double>(quantized) / static_cast<double>(pairs));
+      sum.workspace_bytes / kMib, f16 / kMib, peak / kMib, share(quantized));
+  if (skipped != 0) line += format(", %.2f %% of value reads skipped", share(skipped));
+  return line;
 }
 
 void print_error(const std::string& message) { std::fprintf(stderr, "kvant: %s\n", message.c_str()); }

@@ -22,9 +22,9 @@ namespace {
 std::mutex options_mutex;
 Options current_options;
 
-constexpr std::string_view kVariables[] = {"KVANT_KV",       "KVANT_ATTENTION", "KVANT_ISA",
-                                           "KVANT_RECIPE",   "KVANT_STRICT",    "KVANT_QUIET",
-                                           "KVANT_LIMIT_MIB"};
+constexpr std::string_view kVariables[] = {"KVANT_KV",     "KVANT_ATTENTION", "KVANT_ISA",
+                                           "KVANT_RECIPE", "KVANT_STRICT",    "KVANT_QUIET",
+                                           "KVANT_SKIP",   "KVANT_LIMIT_MIB"};
 
 template <typename Values>
 std::string_view nearest(std::string_view text, const Values& values) {
@@ -78,6 +78,8 @@ Status set_option(std::string_view key, std::string_view shown, std::string_view
     return parse_flag(shown, value, &o->strict);
   } else if (key == "quiet") {
     return parse_flag(shown, value, &o->quiet);
+  } else if (key == "skip") {
+    return parse_flag(shown, value, &o->skip);
   } else if (key == "limit_mib") {
     return parse_limit(shown, value, &o->limit_bytes);
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "ggml.h"
 #include "kvant/attention_override.h"
@@ -268,7 +269,8 @@ Status ShadowGraph::add_attention(ggml_tensor* node, int index) {
              .scale = params[0],
              .soft_cap = params[2],
              .alibi_slopes = a->slopes.empty() ? nullptr : a->slopes.data(),
-             .path = use.state->options().attention};
+             .path = use.state->options().attention,
+             .skip_below = use.state->options().skip ? kSkipBelow : std::numeric_limits<float>::infinity()};
   replace(index, node, run_attention, a);
   return {};
 }

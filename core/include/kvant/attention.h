@@ -21,6 +21,10 @@ enum class AttentionPath : uint8_t {
   kDequantize,  // tiles are decoded to floats, then float products
 };
 
+// Distance in base-2 logits below which a page cannot matter: each of its weights is less than 2^-24 of the
+// largest, so all that a row leaves out is less than keys * 2^-24 of the sum of its weights.
+inline constexpr float kSkipBelow = 24.0f;
+
 // Pages per run of the split: 512 tokens.
 inline constexpr int kRunPages = 8;
 
@@ -38,6 +42,9 @@ struct AttentionArgs {
   const float* alibi_slopes = nullptr;  // [n_query_heads], multiplies the mask; null: 1
   const float* sink_logits = nullptr;   // [n_query_heads], learned sinks; null: none
   AttentionPath path = AttentionPath::kFused;
+  // A row leaves out pages whose logits are all further than this below the largest that it met before in the
+  // run of pages (never across runs, so that the split does not show); infinity: none.
+  float skip_below = kSkipBelow;
   // Null, or where thread 0 adds the time that sealing pages took it.
   std::atomic<uint64_t>* seal_nanoseconds = nullptr;
 };
@@ -73,6 +80,9 @@ class AttentionJob {
  private:
   friend class AttentionRunner;
   void seal(bool timed);
+  int count_blocks() const;
+  void choose_items(size_t rows);
+
   SlotCache* cache_ = nullptr;
   AttentionWorkspace* workspace_ = nullptr;
   AttentionArgs args_;
@@ -80,10 +90,12 @@ class AttentionJob {
   int query_block_ = 1;  // queries per item
   int n_blocks_ = 0;     // (stream, query block) pairs
   int n_kv_heads_ = 0;
+  int item_heads_ = 1;  // KV heads per item
+  int n_chunks_ = 0;    // of item_heads_ KV heads
   int max_runs_ = 0;
   int n_items_ = 0;
-  bool split_ = false;  // an item is one run; the last run of a (block, head) to finish merges them
-  std::vector<std::atomic<int>> progress_;  // [n_blocks * n_kv_heads][2]: query preparation, finished runs
+  bool split_ = false;  // an item is one run; the last run of a group (block, chunk) to finish merges them
+  std::vector<std::atomic<int>> progress_;  // [n_blocks * n_chunks][2]: query preparation, finished runs
   std::atomic<int> next_seal_{0}, sealed_{0}, next_{0};
 };
 

@@ -106,6 +106,7 @@ struct ReadCounters {
   std::atomic<uint64_t> pairs_total{0};
   std::atomic<uint64_t> pairs_quantized{0};  // keys read from quantized tiles
   std::atomic<uint64_t> pairs_quantized_v{0};
+  std::atomic<uint64_t> pairs_skipped{0};  // whose page's weights could not matter: values not read
 };
 
 class SlotCache {

@@ -27,7 +27,10 @@ WorkspaceLayout workspace_layout(const SlotCache::Options& options) {
     w.key_dim = std::max(w.key_dim, layer.shape.key_dim);
     w.value_dim = std::max(w.value_dim, layer.shape.value_dim);
     for (const HeadScheme& head : layer.heads) {
-      w.prepared = std::max(w.prepared, simd::prepared_query_bytes(head.key_format.layout(), w.rows));
+      for (int heads = 1; heads <= std::min(kMaxItemHeads, layer.shape.n_kv_heads); ++heads) {
+        const size_t bytes = simd::prepared_query_bytes(head.key_format.layout(), w.rows / heads);
+        w.prepared = std::max(w.prepared, bytes * static_cast<size_t>(heads));
+      }
       w.pv = std::max(w.pv, simd::pv_workspace_bytes(head.value_format.layout(), w.rows));
     }
   }
@@ -35,24 +38,27 @@ WorkspaceLayout workspace_layout(const SlotCache::Options& options) {
   w.pv = align_up(w.pv, 64);
   const size_t row_floats = align_up(static_cast<size_t>(w.rows) * 4, 64);
   const size_t logits = static_cast<size_t>(w.rows) * kPageTokens * 4;
+  w.logit_rows = std::max(w.rows, kStripRows);
+  const size_t strip_logits = static_cast<size_t>(w.logit_rows) * kPageTokens * 4;
+  const size_t sums = align_up(static_cast<size_t>(w.logit_rows) * 4, 64);
   const size_t queries = align_up(static_cast<size_t>(w.rows) * w.key_dim * 4, 64);
   w.state = align_up(static_cast<size_t>(w.rows) * sizeof(simd::RowState), 64) +
             2 * align_up(static_cast<size_t>(w.rows) * w.value_dim * 4, 64);
   w.shared_query = 2 * queries + row_floats;
-  const size_t masks = 6 * align_up(static_cast<size_t>(w.rows) * 8, 64);
+  const size_t masks = 7 * align_up(static_cast<size_t>(w.logit_rows) * 8, 64);
   const size_t floats = align_up(static_cast<size_t>(kPageTokens) * std::max(w.key_dim, w.value_dim) * 4, 64);
-  w.thread_bytes = align_up(w.shared_query, 64) + w.prepared + 2 * w.state + 3 * logits + row_floats + masks +
-                   w.pv + floats;
-  // Split: every (block, head) pair has one query preparation and one state per run.
+  w.thread_bytes = align_up(w.shared_query, 64) + w.prepared + 2 * w.state + strip_logits + 2 * logits +
+                   row_floats + sums + masks + w.pv + floats;
+  // Split: every group has one query preparation and one state per run.
   w.max_runs = (options.n_slots + kRunPages * kPageTokens - 1) / (kRunPages * kPageTokens);
   int heads = 1;
   for (const LayerScheme& layer : options.layers) heads = std::max(heads, layer.shape.n_kv_heads);
   const int group = largest_group(options);
-  // States of one token per stream, at least four, for each query head.
+  // States of one token per stream, at least four, for each query head; of more tokens over fewer runs.
   w.split_rows = static_cast<size_t>(heads) * group * std::max(4, options.n_streams);
   w.row_state = align_up(sizeof(simd::RowState) + 2 * static_cast<size_t>(w.value_dim) * 4, 64);
   w.shared_bytes =
-      w.split_rows * w.max_runs * w.row_state + static_cast<size_t>(kMaxSplitPairs) * w.shared_query;
+      w.split_rows * w.max_runs * w.row_state + static_cast<size_t>(kMaxSplitGroups) * w.shared_query;
   return w;
 }
 
@@ -99,27 +105,59 @@ Status AttentionJob::prepare(SlotCache* cache, AttentionWorkspace* workspace, co
   const int group = shape.n_query_heads / shape.n_kv_heads;
   n_kv_heads_ = shape.n_kv_heads;
   query_block_ = std::max(1, workspace->layout().rows / group);
-  n_blocks_ = 0;
   max_runs_ = 0;
   size_t rows = 0;
   for (const StreamPlan& stream : args.plan->streams) {
-    n_blocks_ += (stream.n_queries + query_block_ - 1) / query_block_;
     max_runs_ = std::max(max_runs_, (stream.n_pages + kRunPages - 1) / kRunPages);
     rows += static_cast<size_t>(stream.n_queries) * shape.n_query_heads;
   }
-  const WorkspaceLayout& w = workspace->layout();
-  const int pairs = n_blocks_ * n_kv_heads_;
-  split_ = max_runs_ > 1 && pairs <= kMaxSplitPairs && rows <= w.split_rows && max_runs_ <= w.max_runs;
-  n_items_ = pairs * (split_ ? max_runs_ : 1);
-  if (progress_.size() < static_cast<size_t>(pairs) * 2) {
-    progress_ = std::vector<std::atomic<int>>(static_cast<size_t>(pairs) * 2);
-  }
+  n_blocks_ = count_blocks();
+  choose_items(rows);
+  const size_t groups = static_cast<size_t>(n_blocks_) * n_chunks_;
+  if (progress_.size() < groups * 2) progress_ = std::vector<std::atomic<int>>(groups * 2);
   for (auto& p : progress_) p.store(0, std::memory_order_relaxed);
   cache->seal_items(args.layer, *args.plan, &seal_);
   next_seal_.store(0, std::memory_order_relaxed);
   sealed_.store(0, std::memory_order_relaxed);
   next_.store(0, std::memory_order_release);
   return {};
+}
+
+int AttentionJob::count_blocks() const {
+  int blocks = 0;
+  for (const StreamPlan& stream : args_.plan->streams) {
+    blocks += (stream.n_queries + query_block_ - 1) / query_block_;
+  }
+  return blocks;
+}
+
+// Several KV heads per item, as long as there are items for every thread to be busy to the end.
+void AttentionJob::choose_items(size_t rows) {
+  const WorkspaceLayout& w = workspace_->layout();
+  const int block_rows_per_query = cache_->layer(args_.layer).shape.n_query_heads / n_kv_heads_;
+  int largest_block = 1;
+  for (const StreamPlan& stream : args_.plan->streams) {
+    largest_block = std::max(largest_block, std::min(query_block_, stream.n_queries));
+  }
+  query_block_ = largest_block;
+  const int rows_per_head = largest_block * block_rows_per_query;
+  const bool fits = max_runs_ > 1 &&
+                    rows * static_cast<size_t>(max_runs_) <= w.split_rows * static_cast<size_t>(w.max_runs);
+  const int wanted = kItemsPerThread * workspace_->max_threads();
+  item_heads_ = std::clamp(w.rows / rows_per_head, 1, std::min(kMaxItemHeads, n_kv_heads_));
+  const auto chunks = [this] { return (n_kv_heads_ + item_heads_ - 1) / item_heads_; };
+  while (item_heads_ > 1 && n_blocks_ * chunks() * (fits ? max_runs_ : 1) < wanted) {
+    item_heads_ = (item_heads_ + 1) / 2;
+  }
+  n_chunks_ = chunks();
+  // Small blocks of queries rather than idle threads: many rows are limited by arithmetic, not by reading.
+  while (!fits && query_block_ * block_rows_per_query > kSmallBlockRows && n_blocks_ * n_chunks_ < wanted) {
+    query_block_ = (query_block_ + 1) / 2;
+    n_blocks_ = count_blocks();
+  }
+  const int groups = n_blocks_ * n_chunks_;
+  split_ = fits && groups <= kMaxSplitGroups;
+  n_items_ = groups * (split_ ? max_runs_ : 1);
 }
 
 void AttentionJob::seal(bool timed) {

@@ -291,28 +291,25 @@ HWY_INLINE void expand_channel_centres(const TileLayout& layout, const std::byte
 // ---- softmax
 // -----------------------------------------------------------------------------------------------
 
-// 2^x for x <= 0, relative error below 3e-7; 0 below kExp2Floor.
-HWY_INLINE F exp2_of(F x) {
-#if KVANT_AVX512
+// 2^(x - max) for x <= max, relative error below 3e-7; 0 below 2^kExp2Floor. max is an integer and x is cut
+// into integer and rest before max is subtracted, so that another max gives the same bits times a power of
+// two.
+HWY_INLINE F exp2_below(F x, F max) {
   const F n = hn::Round(x);
   const F r = hn::Sub(x, n);
-#else
-  const F clamped = hn::Max(x, set(kExp2Floor));
-  const F n = hn::Round(clamped);
-  const F r = hn::Sub(clamped, n);
-#endif
   F p = hn::MulAdd(set(kExp2C5), r, set(kExp2C4));
   p = hn::MulAdd(p, r, set(kExp2C3));
   p = hn::MulAdd(p, r, set(kExp2C2));
   p = hn::MulAdd(p, r, set(kExp2C1));
   p = hn::MulAdd(p, r, set(1.0f));
+  const F exponent = hn::Sub(n, max);
 #if KVANT_AVX512
-  const __mmask16 visible = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(kExp2Floor), _CMP_GE_OQ);
-  return F{_mm512_maskz_scalef_ps(visible, p.raw, n.raw)};
+  const __mmask16 visible = _mm512_cmp_ps_mask(exponent.raw, _mm512_set1_ps(kExp2Floor), _CMP_GE_OQ);
+  return F{_mm512_maskz_scalef_ps(visible, p.raw, exponent.raw)};
 #else
-  const I exponent = hn::ShiftLeft<23>(round_to_int(n));
-  const F scaled = hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
-  return hn::IfThenElseZero(hn::Ge(x, set(kExp2Floor)), scaled);
+  const auto visible = hn::Ge(exponent, set(kExp2Floor));
+  const I shift = hn::ShiftLeft<23>(round_to_int(hn::IfThenElseZero(visible, exponent)));
+  return hn::IfThenElseZero(visible, hn::BitCast(df, hn::Add(hn::BitCast(di, p), shift)));
 #endif
 }
 
@@ -323,59 +320,99 @@ HWY_INLINE hn::Mask<DF> live_lanes(uint64_t live, int first_token) {
   return hn::LoadMaskBits(df, bits);
 }
 
-template <bool kAllLive>
-HWY_INLINE void softmax_row(float* x, uint64_t live, RowState* state, float* rescale) {
-  const F hidden = set(-__builtin_huge_valf());
-  F logit[kTokenVectors];
-  F max_lanes = hidden;
-  KVANT_UNROLL
+// The largest logits, per lane, that the row sees of 64; hidden ones are overwritten with -inf.
+HWY_INLINE F hide_and_max(float* x, uint64_t live) {
+  F max = set(-__builtin_huge_valf());
+  if (live == ~uint64_t{0}) {
+    KVANT_UNROLL
+    for (int i = 0; i < kTokenVectors; ++i) max = hn::Max(max, load(x + i * kLanes));
+    return max;
+  }
+  const F hidden = max;
   for (int i = 0; i < kTokenVectors; ++i) {
-    logit[i] = load(x + i * kLanes);
-    if constexpr (!kAllLive) logit[i] = hn::IfThenElse(live_lanes(live, i * kLanes), logit[i], hidden);
-    max_lanes = hn::Max(max_lanes, logit[i]);
+    const F logit = hn::IfThenElse(live_lanes(live, i * kLanes), load(x + i * kLanes), hidden);
+    store(logit, x + i * kLanes);
+    max = hn::Max(max, logit);
   }
-  const float tile_max = max_of(max_lanes);
-  const float old_max = state->max;
-  const float max = tile_max > old_max ? tile_max : old_max;
-  *rescale = 1.0f;
-  state->added = 0.0f;
-  if (max == -__builtin_huge_valf()) {
-    for (int i = 0; i < kTokenVectors; ++i) store(hn::Zero(df), x + i * kLanes);
-    return;
-  }
-  if (max != old_max) *rescale = hn::GetLane(exp2_of(set(old_max - max)));
+  return max;
+}
+
+// The weights of one page, and their sum per lane.
+HWY_INLINE F weigh_page(float* x, F max) {
   F sum = hn::Zero(df);
   KVANT_UNROLL
   for (int i = 0; i < kTokenVectors; ++i) {
-    const F w = exp2_of(hn::Sub(logit[i], set(max)));
+    const F w = exp2_below(load(x + i * kLanes), max);
     store(w, x + i * kLanes);
     sum = hn::Add(sum, w);
   }
-  const float added = sum_of(sum);
-  state->max = max;
-  state->sum = state->sum * *rescale + added;
-  state->added = added;
+  return sum;
 }
 
-void softmax(float* logits, int rows, const uint64_t* live, RowState* state, float* rescale) {
-  for (int r = 0; r < rows; ++r) {
-    if (live[r] == 0) continue;
-    float* x = logits + static_cast<size_t>(r) * kPageTokens;
-    if (live[r] == ~uint64_t{0}) {
-      softmax_row<true>(x, live[r], state + r, rescale + r);
-    } else {
-      softmax_row<false>(x, live[r], state + r, rescale + r);
-    }
+HWY_INLINE void clear_page(float* x) {
+  for (int t = 0; t < kPageTokens; t += kLanes) store(hn::Zero(df), x + t);
+}
+
+// Four vectors at a time reduced to one float each.
+template <class Op>
+HWY_INLINE void reduce_pages(const F* v, int pages, float* out) {
+  for (int i = 0; i < pages; i += 4) {
+    hn::StoreU(reduce_four<Op>(v[i], v[i + 1], v[i + 2], v[i + 3]), D4(), out + i);
   }
 }
 
-void rescale_rows(float* acc, int value_dim, int rows, const uint64_t* live, const float* rescale) {
+void softmax_row(const LogitStrip& strip, int r, RowState* state, float* rescale) {
+  constexpr float kNothing = -__builtin_huge_valf();
+  const uint64_t* live = strip.live + r;
+  float* x = strip.logits + static_cast<size_t>(r) * kPageTokens;
+  F lanes[kMaxStripPages + 3];
+  for (int i = 0; i < strip.pages + 3; ++i) {
+    const bool seen = i < strip.pages && live[i * strip.live_stride] != 0;
+    lanes[i] = seen ? hide_and_max(x + i * strip.page_stride, live[i * strip.live_stride]) : set(kNothing);
+  }
+  float page_max[kMaxStripPages + 3];
+  reduce_pages<MaxLanes>(lanes, strip.pages, page_max);
+  const float old_max = state->max;
+  float max = old_max;
+  bool used[kMaxStripPages];
+  for (int i = 0; i < strip.pages; ++i) {
+    const float m = hn::GetLane(hn::Ceil(set(page_max[i])));
+    max = m > max ? m : max;
+    used[i] = m > kNothing && m >= max - strip.skip_below;
+  }
+  *rescale = 1.0f;
+  if (max != old_max) *rescale = hn::GetLane(exp2_below(set(old_max), set(max)));
+  const F top = set(max);
+  for (int i = 0; i < strip.pages + 3; ++i) {
+    lanes[i] = hn::Zero(df);
+    if (i >= strip.pages || live[i * strip.live_stride] == 0) continue;
+    if (used[i]) {
+      lanes[i] = weigh_page(x + i * strip.page_stride, top);
+    } else {
+      clear_page(x + i * strip.page_stride);
+    }
+  }
+  float sums[kMaxStripPages + 3];
+  reduce_pages<AddLanes>(lanes, strip.pages, sums);
+  state->max = max;
+  state->sum *= *rescale;
+  for (int i = 0; i < strip.pages; ++i) {
+    state->sum += sums[i];
+    strip.sums[i * strip.sum_stride + r] = sums[i];
+  }
+}
+
+void softmax(const LogitStrip& strip, RowState* state, float* rescale) {
+  for (int r = 0; r < strip.rows; ++r) softmax_row(strip, r, state + r, rescale + r);
+}
+
+void rescale_rows(float* acc, int value_dim, int rows, const float* factor) {
   for (int r = 0; r < rows; ++r) {
-    if (live[r] == 0 || rescale[r] == 1.0f) continue;
+    if (factor[r] == 1.0f) continue;
     float* row = acc + static_cast<size_t>(r) * value_dim;
     for (int c = 0; c < value_dim; c += kLanes) {
       const int count = value_dim - c;
-      lanes_to(hn::Mul(lanes_from(row + c, count), set(rescale[r])), row + c, count);
+      lanes_to(hn::Mul(lanes_from(row + c, count), set(factor[r])), row + c, count);
     }
   }
 }

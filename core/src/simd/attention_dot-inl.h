@@ -66,11 +66,14 @@ struct Planes {
   ptrdiff_t ahead;  // to the same bytes of the tile that is read next
 };
 
+// To the second-level cache: it waits for more lines at a time than the first level does.
+HWY_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 template <int kFormat>
 HWY_INLINE void prefetch_octet(const Planes& planes) {
-  for (int i = 0; i < plane_bits(kFormat, 0); ++i) __builtin_prefetch(planes.p[0] + planes.ahead + 64 * i);
-  for (int i = 0; i < plane_bits(kFormat, 1); ++i) __builtin_prefetch(planes.p[1] + planes.ahead + 64 * i);
-  for (int i = 0; i < plane_bits(kFormat, 2); ++i) __builtin_prefetch(planes.p[2] + planes.ahead + 64 * i);
+  for (int i = 0; i < plane_bits(kFormat, 0); ++i) prefetch(planes.p[0] + planes.ahead + 64 * i);
+  for (int i = 0; i < plane_bits(kFormat, 1); ++i) prefetch(planes.p[1] + planes.ahead + 64 * i);
+  for (int i = 0; i < plane_bits(kFormat, 2); ++i) prefetch(planes.p[2] + planes.ahead + 64 * i);
 }
 
 // Everything behind the codes: scales, lows, centres.
@@ -79,7 +82,7 @@ HWY_INLINE void prefetch_metadata(const TileLayout& layout, const std::byte* nex
   const BandLayout& band = bands_of(layout)[0];
   if (layout.token_scale != ScaleType::kNone) first = band.token_scale_offset;
   if (layout.channel_scale && layout.channel_scale_offset < first) first = layout.channel_scale_offset;
-  for (uint32_t at = first & ~63u; at < layout.tile_bytes; at += 64) __builtin_prefetch(next + at);
+  for (uint32_t at = first & ~63u; at < layout.tile_bytes; at += 64) prefetch(next + at);
 }
 
 template <int kFormat>
@@ -153,6 +156,7 @@ HWY_INLINE void unpack_element(const Planes& planes, uint8_t* out) {
 template <int kFormat>
 void unpack(Planes planes, int octets, uint8_t* out) {
   for (int o = 0; o < octets; ++o, out += 512) {
+    prefetch_octet<kFormat>(planes);
     unpack_element<kFormat, 0>(planes, out);
     unpack_element<kFormat, 1>(planes, out);
     unpack_element<kFormat, 2>(planes, out);
@@ -174,9 +178,10 @@ HWY_INLINE void planes_of(const BandLayout& band, const std::byte* tile, const s
   out->p[2] = bytes + plane_offset_of(band, 2);
 }
 
-void unpack_band(const BandLayout& band, const std::byte* tile, int octets, uint8_t* out) {
+void unpack_band(const BandLayout& band, const std::byte* tile, const std::byte* next, int octets,
+                 uint8_t* out) {
   Planes planes;
-  planes_of(band, tile, tile, &planes);
+  planes_of(band, tile, next, &planes);
   switch (band.bits) {
     case 2:
       return unpack<2>(planes, octets, out);
@@ -278,6 +283,11 @@ HWY_INLINE void fold_all(const Partial (&sum)[kTermRows][kVectors], I (&total)[k
 
 // Rows beyond which unpacking a band to bytes first is cheaper than unpacking it for each block of rows.
 constexpr int kUnpackRows = 4;
+
+// Tasks of up to kFewRows rows whose queries or weights are quantized before the first product: one task's
+// wait for its maxima and divisions then hides behind the others. More rows need no such company.
+constexpr int kTasksAtOnce = 4;
+constexpr int kFewRows = 4;
 
 HWY_INLINE int rows_per_block(int bits) { return bits >= kTwoTermBits ? 2 : 4; }
 

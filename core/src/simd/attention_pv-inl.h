@@ -275,17 +275,29 @@ struct ValueBand {
   alignas(64) float token_low[kPageTokens];
 };
 
-struct ValueTile {
+struct OpenValueTask {
   int n_bands;
   int head_dim;
   bool token_lows;
+  LiveRows live;
   const float* channel_scale;   // [head_dim] or null
   const float* channel_centre;  // [head_dim] or null
+  alignas(64) float scale_memory[kMaxHeadDim + kLanes];
+  alignas(64) float centre_memory[kMaxHeadDim + kLanes];
   ValueBand bands[kMaxBands];
 };
 
+// Up to four rows of a task: their weights for every band.
+struct WeightRows {
+  int count;
+  const float* w[4];
+  float* acc[4];
+  float sum[4];
+  BandWeights band[kMaxBands];
+};
+
 void open_bands(const TileLayout& layout, const std::byte* tile, const std::byte* next, bool unpack,
-                std::byte* workspace, ValueTile* out) {
+                std::byte* workspace, OpenValueTask* out) {
   uint8_t* unpacked = reinterpret_cast<uint8_t*>(workspace);
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = bands_of(layout)[b];
@@ -297,7 +309,7 @@ void open_bands(const TileLayout& layout, const std::byte* tile, const std::byte
     planes_of(band, tile, next, &shared.planes);
     shared.unpacked = unpack && band.bits != 8;
     if (shared.unpacked) {
-      unpack_band(band, tile, band.stored_channels / 8, unpacked);
+      unpack_band(band, tile, next, band.stored_channels / 8, unpacked);
       shared.planes.p[0] = unpacked;
       shared.planes.ahead = 0;
       unpacked += band.stored_channels * kPageTokens;
@@ -307,67 +319,101 @@ void open_bands(const TileLayout& layout, const std::byte* tile, const std::byte
   }
 }
 
-// Adds the tile to the accumulators of up to four rows. The weights of all bands are quantized first: the
-// latency of one band's maximum then hides behind the others.
-void pv_row_block(const ValueTile& tile, const float* const* w, float* const* acc, int rows) {
-  BandWeights weights[kMaxBands];
-  float weight_sum[4] = {};
-  for (int r = 0; tile.channel_centre != nullptr && r < rows; ++r) weight_sum[r] = sum_of_weights(w[r]);
-  for (int b = 0; b < tile.n_bands; ++b) {
-    const ValueBand& band = tile.bands[b];
-    quantize_weights_function(rows, band.bits >= kTwoTermBits)(w, band.token_scale, band.mid, &weights[b]);
-    for (int r = 0; tile.token_lows && r < rows; ++r)
-      weights[b].shift[r] += weighted_lows(w[r], band.token_low);
+void open_value_task(const ValueTask& task, std::byte* workspace, OpenValueTask* open) {
+  const TileLayout& layout = *task.layout;
+  find_live_rows(task.live, task.rows, &open->live);
+  if (open->live.count == 0) return;
+  open->n_bands = layout.n_bands;
+  open->head_dim = layout.head_dim;
+  open->token_lows = has_token_low(layout);
+  open->channel_scale = layout.channel_scale ? open->scale_memory : nullptr;
+  open->channel_centre = layout.channel_centre ? open->centre_memory : nullptr;
+  if (layout.channel_scale) expand_channel_scales(layout, task.tile, open->scale_memory);
+  if (layout.channel_centre) expand_channel_centres(layout, task.tile, open->centre_memory);
+  open_bands(layout, task.tile, task.next, open->live.count > kUnpackRows, workspace, open);
+}
+
+// Quantizes the weights of up to four live rows from index `first` on.
+void open_weight_rows(const ValueTask& task, const OpenValueTask& open, int first, WeightRows* rows) {
+  rows->count = open.live.count - first < 4 ? open.live.count - first : 4;
+  for (int i = 0; i < rows->count; ++i) {
+    const size_t r = open.live.row[first + i];
+    rows->w[i] = task.weights + r * kPageTokens;
+    rows->acc[i] = task.acc + r * open.head_dim;
+    rows->sum[i] = open.channel_centre != nullptr ? sum_of_weights(rows->w[i]) : 0.0f;
   }
-  for (int b = 0; b < tile.n_bands; ++b) {
-    const ValueBand& band = tile.bands[b];
+  for (int b = 0; b < open.n_bands; ++b) {
+    const ValueBand& band = open.bands[b];
+    BandWeights* out = &rows->band[b];
+    quantize_weights_function(rows->count, band.bits >= kTwoTermBits)(rows->w, band.token_scale, band.mid,
+                                                                      out);
+    for (int i = 0; open.token_lows && i < rows->count; ++i)
+      out->shift[i] += weighted_lows(rows->w[i], band.token_low);
+  }
+}
+
+void add_weight_rows(const OpenValueTask& open, const WeightRows& rows) {
+  for (int b = 0; b < open.n_bands; ++b) {
+    const ValueBand& band = open.bands[b];
+    const BandWeights& weights = rows.band[b];
     ValueBlock block;
     block.channels = band.channels;
     block.planes = &band.planes;
-    block.channel_scale = tile.channel_scale == nullptr ? nullptr : tile.channel_scale + band.first_channel;
+    block.channel_scale = open.channel_scale == nullptr ? nullptr : open.channel_scale + band.first_channel;
     block.channel_centre =
-        tile.channel_centre == nullptr ? nullptr : tile.channel_centre + band.first_channel;
+        open.channel_centre == nullptr ? nullptr : open.channel_centre + band.first_channel;
     const int per_block = rows_per_block(band.bits);
-    for (int first = 0; first < rows; first += per_block) {
-      const int count = rows - first < per_block ? rows - first : per_block;
+    for (int first = 0; first < rows.count; first += per_block) {
+      const int count = rows.count - first < per_block ? rows.count - first : per_block;
       for (int i = 0; i < count; ++i) {
-        block.weights[i] = weights[b].bytes[first + i];
-        block.factor[i] = weights[b].factor[first + i];
-        block.shift[i] = weights[b].shift[first + i];
-        block.weight_sum[i] = weight_sum[first + i];
-        block.acc[i] = acc[first + i] + band.first_channel;
+        block.weights[i] = weights.bytes[first + i];
+        block.factor[i] = weights.factor[first + i];
+        block.shift[i] = weights.shift[first + i];
+        block.weight_sum[i] = rows.sum[first + i];
+        block.acc[i] = rows.acc[first + i] + band.first_channel;
       }
       value_block_function(band.bits, band.unpacked, count)(block);
     }
   }
 }
 
-void pv_tile(const TileLayout& layout, const std::byte* tile, const std::byte* next, const float* weights,
-             int rows, const uint64_t* live, float* acc, std::byte* workspace) {
-  prefetch_metadata(layout, next);
-  LiveRows live_rows;
-  find_live_rows(live, rows, &live_rows);
-  if (live_rows.count == 0) return;
-  alignas(64) float channel_scale[kMaxHeadDim + kLanes];
-  alignas(64) float channel_centre[kMaxHeadDim + kLanes];
-  if (layout.channel_scale) expand_channel_scales(layout, tile, channel_scale);
-  if (layout.channel_centre) expand_channel_centres(layout, tile, channel_centre);
-  ValueTile shared;
-  shared.n_bands = layout.n_bands;
-  shared.head_dim = layout.head_dim;
-  shared.token_lows = has_token_low(layout);
-  shared.channel_scale = layout.channel_scale ? channel_scale : nullptr;
-  shared.channel_centre = layout.channel_centre ? channel_centre : nullptr;
-  open_bands(layout, tile, next, live_rows.count > kUnpackRows, workspace, &shared);
-  for (int first = 0; first < live_rows.count; first += 4) {
-    const int count = live_rows.count - first < 4 ? live_rows.count - first : 4;
-    const float* w[4];
-    float* out[4];
-    for (int i = 0; i < count; ++i) {
-      w[i] = weights + static_cast<size_t>(live_rows.row[first + i]) * kPageTokens;
-      out[i] = acc + static_cast<size_t>(live_rows.row[first + i]) * layout.head_dim;
+// Few rows: the weights of several tasks are quantized before the first product, so that one task's wait for
+// its maxima and divisions hides behind the others.
+void pv_few_rows(const ValueTask* tasks, int count) {
+  OpenValueTask open[kTasksAtOnce];
+  WeightRows rows[kTasksAtOnce];
+  for (int i = 0; i < count; ++i) {
+    open_value_task(tasks[i], nullptr, open + i);
+    if (open[i].live.count != 0) open_weight_rows(tasks[i], open[i], 0, rows + i);
+  }
+  for (int i = 0; i < count; ++i) {
+    if (open[i].live.count == 0) continue;
+    prefetch_metadata(*tasks[i].layout, tasks[i].next);
+    add_weight_rows(open[i], rows[i]);
+  }
+}
+
+void pv_many_rows(const ValueTask& task, std::byte* workspace) {
+  OpenValueTask open;
+  open_value_task(task, workspace, &open);
+  prefetch_metadata(*task.layout, task.next);
+  for (int first = 0; first < open.live.count; first += 4) {
+    WeightRows rows;
+    open_weight_rows(task, open, first, &rows);
+    add_weight_rows(open, rows);
+  }
+}
+
+void pv_tiles(const ValueTask* tasks, int count, std::byte* workspace) {
+  for (int first = 0; first < count;) {
+    int few = 0;
+    while (few < kTasksAtOnce && first + few < count && tasks[first + few].rows <= kFewRows) ++few;
+    if (few != 0) {
+      pv_few_rows(tasks + first, few);
+      first += few;
+    } else {
+      pv_many_rows(tasks[first++], workspace);
     }
-    pv_row_block(shared, w, out, count);
   }
 }
 

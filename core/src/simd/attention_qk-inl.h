@@ -14,6 +14,7 @@ struct KeyBlock {
   float offset[4];
   float q_sum[4];
   float* logits[4];
+  const float* start;  // [4]: what the logits start with; null: they hold the sums of earlier bands
 };
 
 // Keys of one channel quad (half kHalf of an octet) for groups kGroup.. of 16 tokens.
@@ -109,7 +110,8 @@ HWY_INLINE void add_scores(const KeyBlock& block, int t, const I (&total)[kRows 
       I sum = total[r * kTerms][g];
       if constexpr (kTerms == 2) sum = hn::Add(hn::ShiftLeft<6>(sum), total[r * kTerms + kTerms - 1][g]);
       const F dot = hn::MulAdd(hn::ConvertTo(df, sum), set(block.scale[r]), set(block.offset[r]));
-      F logit = hn::MulAdd(dot, token_scale, load(block.logits[r] + token));
+      const F before = block.start != nullptr ? set(block.start[r]) : load(block.logits[r] + token);
+      F logit = hn::MulAdd(dot, token_scale, before);
       if (block.token_low != nullptr) {
         logit = hn::MulAdd(set(block.q_sum[r]), load(block.token_low + token), logit);
       }
@@ -182,103 +184,138 @@ KeyBlockFunction key_block_function(int bits, bool unpacked, int rows) {
   }
 }
 
-void qk_band(const TileLayout& layout, int b, const std::byte* tile, const std::byte* next,
-             const PreparedQueries& q, const LiveRows& live, float* logits) {
+// A task with what its tile adds to the queries.
+struct OpenKeyTask {
+  LiveRows live;
+  PreparedQueries queries;
+  float start[kMaxRows];  // by index in live
+  // Queries times channel scales, when there are few rows.
+  alignas(64) int8_t q8[kFewRows * 2 * kMaxHeadDim];
+  float scale[kFewRows * kMaxBands];
+  float offset[kFewRows * kMaxBands];
+};
+
+void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
+  const TileLayout& layout = *task.layout;
+  const PreparedQueries& q = open.queries;
+  const LiveRows& live = open.live;
   const BandLayout& band = bands_of(layout)[b];
   alignas(64) uint8_t unpacked_codes[kMaxHeadDim * kPageTokens];
   alignas(64) float token_scale[kPageTokens];
   alignas(64) float token_low[kPageTokens];
   KeyBlock block;
   block.octets = band.channels / 8;
-  planes_of(band, tile, next, &block.planes);
+  planes_of(band, task.tile, task.next, &block.planes);
   const bool unpacked = live.count > kUnpackRows && band.bits != 8;
   if (unpacked) {
-    unpack_band(band, tile, block.octets, unpacked_codes);
+    unpack_band(band, task.tile, task.next, block.octets, unpacked_codes);
     block.planes.p[0] = unpacked_codes;
     block.planes.ahead = 0;
   }
-  expand_token_scales(layout, band, tile, token_scale);
+  expand_token_scales(layout, band, task.tile, token_scale);
   block.token_scale = token_scale;
   block.token_low = nullptr;
   if (has_token_low(layout)) {
-    expand_token_lows(band, tile, token_low);
+    expand_token_lows(band, task.tile, token_low);
     block.token_low = token_low;
   }
   const int per_block = rows_per_block(band.bits);
   for (int first = 0; first < live.count; first += per_block) {
     const int rows = live.count - first < per_block ? live.count - first : per_block;
+    block.start = b == 0 ? open.start + first : nullptr;
     for (int i = 0; i < rows; ++i) {
       const int r = live.row[first + i];
       block.q8[i] = q.q8 + q.band_offset[b] + static_cast<size_t>(r) * q.terms[b] * band.channels;
       block.scale[i] = q.scale[b * q.rows + r];
       block.offset[i] = q.offset[b * q.rows + r];
       block.q_sum[i] = q.q_sum[b * q.rows + r];
-      block.logits[i] = logits + static_cast<size_t>(r) * kPageTokens;
+      block.logits[i] = task.logits + static_cast<size_t>(r) * kPageTokens;
     }
     key_block_function(band.bits, unpacked, rows)(block);
   }
 }
 
-// What a tile adds to all logits of a row: base, and q . centre.
+// out[i] = q . channel_centre of row[i].
 template <int kRows>
-void start_logits(const TileLayout& layout, const int* row, const float* q, const float* channel_centre,
-                  const float* base, float* logits) {
-  alignas(16) float start[4] = {};
-  if (channel_centre != nullptr) {
-    F dot[kRows];
-    KVANT_UNROLL
-    for (int i = 0; i < kRows; ++i) dot[i] = hn::Zero(df);
-    for (int c = 0; c < layout.head_dim; c += kLanes) {
-      const F centre = load(channel_centre + c);
-      KVANT_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        const float* x = q + static_cast<size_t>(row[i]) * layout.head_dim + c;
-        dot[i] = hn::MulAdd(lanes_from(x, layout.head_dim - c), centre, dot[i]);
-      }
-    }
-    hn::Store(reduce_rows<AddLanes>(dot), D4(), start);
-  }
+void centre_products(const TileLayout& layout, const int* row, const float* q, const float* channel_centre,
+                     float* out) {
+  F dot[kRows];
   KVANT_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    float* out = logits + static_cast<size_t>(row[i]) * kPageTokens;
-    const F value = set(base[row[i]] + start[i]);
-    for (int t = 0; t < kPageTokens; t += kLanes) store(value, out + t);
+  for (int i = 0; i < kRows; ++i) dot[i] = hn::Zero(df);
+  for (int c = 0; c < layout.head_dim; c += kLanes) {
+    const F centre = load(channel_centre + c);
+    KVANT_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const float* x = q + static_cast<size_t>(row[i]) * layout.head_dim + c;
+      dot[i] = hn::MulAdd(lanes_from(x, layout.head_dim - c), centre, dot[i]);
+    }
+  }
+  hn::StoreU(reduce_rows<AddLanes>(dot), D4(), out);
+}
+
+void add_centre_products(const TileLayout& layout, const QueryRows& rows, const float* q,
+                         const float* channel_centre, float* start) {
+  float product[4];
+  switch (rows.count) {
+    case 1:
+      centre_products<1>(layout, rows.row, q, channel_centre, product);
+      break;
+    case 2:
+      centre_products<2>(layout, rows.row, q, channel_centre, product);
+      break;
+    case 3:
+      centre_products<3>(layout, rows.row, q, channel_centre, product);
+      break;
+    default:
+      centre_products<4>(layout, rows.row, q, channel_centre, product);
+      break;
+  }
+  for (int i = 0; i < rows.count; ++i) start[i] += product[i];
+}
+
+void open_key_task(const KeyTask& task, OpenKeyTask* open) {
+  const TileLayout& layout = *task.layout;
+  const PreparedQueries& q = *task.queries;
+  find_live_rows(task.live, q.rows, &open->live);
+  open->queries = q;
+  for (int i = 0; i < open->live.count; ++i) open->start[i] = task.base[open->live.row[i]];
+  if (!layout.channel_scale && !layout.channel_centre) return;
+  if (q.rows <= kFewRows) {
+    open->queries.q8 = open->q8;
+    open->queries.scale = open->scale;
+    open->queries.offset = open->offset;
+  }
+  alignas(64) float channel_scale[kMaxHeadDim + kLanes];
+  alignas(64) float channel_centre[kMaxHeadDim + kLanes];
+  if (layout.channel_scale) expand_channel_scales(layout, task.tile, channel_scale);
+  if (layout.channel_centre) expand_channel_centres(layout, task.tile, channel_centre);
+  for (int first = 0; first < open->live.count; first += 4) {
+    QueryRows rows;
+    rows.count = open->live.count - first < 4 ? open->live.count - first : 4;
+    for (int i = 0; i < rows.count; ++i) rows.row[i] = open->live.row[first + i];
+    for (int b = 0; layout.channel_scale && b < layout.n_bands; ++b) {
+      quantize_queries(layout, b, rows, channel_scale, open->queries);
+    }
+    if (layout.channel_centre) add_centre_products(layout, rows, q.q, channel_centre, open->start + first);
   }
 }
 
-void qk_tile(const TileLayout& layout, const std::byte* tile, const std::byte* next, const PreparedQueries& q,
-             const float* base, const uint64_t* live, float* logits) {
-  prefetch_metadata(layout, next);
-  LiveRows live_rows;
-  find_live_rows(live, q.rows, &live_rows);
-  alignas(64) float channel_scale[kMaxHeadDim + kLanes];
-  alignas(64) float channel_centre[kMaxHeadDim + kLanes];
-  if (layout.channel_scale) expand_channel_scales(layout, tile, channel_scale);
-  if (layout.channel_centre) expand_channel_centres(layout, tile, channel_centre);
-  for (int first = 0; first < live_rows.count; first += 4) {
-    QueryRows rows;
-    rows.count = live_rows.count - first < 4 ? live_rows.count - first : 4;
-    for (int i = 0; i < rows.count; ++i) rows.row[i] = live_rows.row[first + i];
-    const float* centre = layout.channel_centre ? channel_centre : nullptr;
-    switch (rows.count) {
-      case 1:
-        start_logits<1>(layout, rows.row, q.q, centre, base, logits);
-        break;
-      case 2:
-        start_logits<2>(layout, rows.row, q.q, centre, base, logits);
-        break;
-      case 3:
-        start_logits<3>(layout, rows.row, q.q, centre, base, logits);
-        break;
-      default:
-        start_logits<4>(layout, rows.row, q.q, centre, base, logits);
-        break;
+void qk_tiles(const KeyTask* tasks, int count) {
+  OpenKeyTask open[kTasksAtOnce];
+  for (int first = 0; first < count;) {
+    const bool few = tasks[first].queries->rows <= kFewRows;
+    int n = 0;
+    do {
+      open_key_task(tasks[first + n], open + n);
+      ++n;
+    } while (few && n < kTasksAtOnce && first + n < count && tasks[first + n].queries->rows <= kFewRows);
+    for (int i = 0; i < n; ++i) {
+      const KeyTask& task = tasks[first + i];
+      prefetch_metadata(*task.layout, task.next);
+      for (int b = 0; b < task.layout->n_bands; ++b) qk_band(task, open[i], b);
     }
-    for (int b = 0; layout.channel_scale && b < layout.n_bands; ++b) {
-      quantize_queries(layout, b, rows, channel_scale, q);
-    }
+    first += n;
   }
-  for (int b = 0; b < layout.n_bands; ++b) qk_band(layout, b, tile, next, q, live_rows, logits);
 }
 
 }  // namespace

@@ -80,12 +80,20 @@ HWY_INLINE void four_scores(const typename Rows::Element* const* k, const float*
   }
 }
 
+// The lines of a row of 16-bit words.
+HWY_INLINE void prefetch_row(const uint16_t* row, int dim) {
+  for (int c = 0; c < dim; c += 32) prefetch(row + c);
+}
+HWY_INLINE void prefetch_row(const float*, int) {}
+
+// ahead: distance to the rows that will be read soon, 0: none.
 template <class Rows, int kRows>
-void score_rows(const typename Rows::Element* k, size_t stride, int count, int dim, const float* const* q,
-                float* const* logits) {
+void score_rows(const typename Rows::Element* k, ptrdiff_t ahead, size_t stride, int count, int dim,
+                const float* const* q, float* const* logits) {
   for (int t = 0; t < count; t += 4) {
     const typename Rows::Element* rows[4];
     for (int i = 0; i < 4; ++i) rows[i] = k + static_cast<size_t>(t + i < count ? t + i : count - 1) * stride;
+    for (int i = 0; ahead != 0 && i < 4; ++i) prefetch_row(rows[i] + ahead, dim);
     four_scores<Rows, kRows>(rows, q, dim, logits, t);
   }
 }
@@ -94,8 +102,8 @@ void score_rows(const typename Rows::Element* k, size_t stride, int count, int d
 constexpr int kScoreRows = kLanes == 16 ? 4 : 2;
 
 template <class Rows>
-void qk_any(const typename Rows::Element* k, size_t stride, int count, int dim, const float* q,
-            const LiveRows& live, float* logits) {
+void qk_any(const typename Rows::Element* k, ptrdiff_t ahead, size_t stride, int count, int dim,
+            const float* q, const LiveRows& live, float* logits) {
   for (int first = 0; first < live.count; first += kScoreRows) {
     const int rows = live.count - first < kScoreRows ? live.count - first : kScoreRows;
     const float* query[4];
@@ -106,38 +114,38 @@ void qk_any(const typename Rows::Element* k, size_t stride, int count, int dim, 
     }
     switch (rows) {
       case 1:
-        score_rows<Rows, 1>(k, stride, count, dim, query, out);
+        score_rows<Rows, 1>(k, first == 0 ? ahead : 0, stride, count, dim, query, out);
         break;
       case 2:
-        score_rows<Rows, 2>(k, stride, count, dim, query, out);
+        score_rows<Rows, 2>(k, first == 0 ? ahead : 0, stride, count, dim, query, out);
         break;
       case 3:
-        score_rows<Rows, 3>(k, stride, count, dim, query, out);
+        score_rows<Rows, 3>(k, first == 0 ? ahead : 0, stride, count, dim, query, out);
         break;
       default:
-        score_rows<Rows, 4>(k, stride, count, dim, query, out);
+        score_rows<Rows, 4>(k, first == 0 ? ahead : 0, stride, count, dim, query, out);
         break;
     }
   }
 }
 
 template <class Rows>
-void qk_words(const uint16_t* k, size_t stride, int count, int dim, const float* q, const LiveRows& live,
-              float* logits) {
-  if (live.count < kConvertRows) return qk_any<Rows>(k, stride, count, dim, q, live, logits);
+void qk_words(const uint16_t* k, ptrdiff_t ahead, size_t stride, int count, int dim, const float* q,
+              const LiveRows& live, float* logits) {
+  if (live.count < kConvertRows) return qk_any<Rows>(k, ahead, stride, count, dim, q, live, logits);
   alignas(64) float page[kPageTokens * kMaxHeadDim];
   convert_page<Rows>(k, stride, count, dim, page);
-  qk_any<FloatRows>(page, static_cast<size_t>(dim), count, dim, q, live, logits);
+  qk_any<FloatRows>(page, 0, static_cast<size_t>(dim), count, dim, q, live, logits);
 }
 
-void qk_rows(const uint16_t* k, size_t stride, int count, bool bf16, int head_dim, const float* q, int rows,
-             const uint64_t* live, float* logits) {
+void qk_rows(const uint16_t* k, const uint16_t* next, size_t stride, int count, bool bf16, int head_dim,
+             const float* q, int rows, const uint64_t* live, float* logits) {
   LiveRows live_rows;
   find_live_rows(live, rows, &live_rows);
   if (bf16) {
-    qk_words<Bf16Rows>(k, stride, count, head_dim, q, live_rows, logits);
+    qk_words<Bf16Rows>(k, next - k, stride, count, head_dim, q, live_rows, logits);
   } else {
-    qk_words<HalfRows>(k, stride, count, head_dim, q, live_rows, logits);
+    qk_words<HalfRows>(k, next - k, stride, count, head_dim, q, live_rows, logits);
   }
 }
 
@@ -145,7 +153,7 @@ void qk_floats(const float* k, int count, int head_dim, const float* q, int rows
                float* logits) {
   LiveRows live_rows;
   find_live_rows(live, rows, &live_rows);
-  qk_any<FloatRows>(k, static_cast<size_t>(head_dim), count, head_dim, q, live_rows, logits);
+  qk_any<FloatRows>(k, 0, static_cast<size_t>(head_dim), count, head_dim, q, live_rows, logits);
 }
 
 // Tokens that some row sees. The others may hold anything, NaN included.
@@ -165,8 +173,9 @@ HWY_INLINE void find_live_tokens(const uint64_t* live, const LiveRows& rows, int
 // kVectors vectors of channels from c on, of which `count` channels exist, for kRows rows: tokens are added
 // one after the other.
 template <class Rows, int kRows, int kVectors>
-HWY_INLINE void add_tokens(const typename Rows::Element* v, size_t stride, const LiveTokens& tokens, int c,
-                           int count, const float* const* weights, float* const* acc) {
+HWY_INLINE void add_tokens(const typename Rows::Element* v, ptrdiff_t ahead, size_t stride,
+                           const LiveTokens& tokens, int c, int count, const float* const* weights,
+                           float* const* acc) {
   F sum[kRows][kVectors];
   KVANT_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -175,6 +184,7 @@ HWY_INLINE void add_tokens(const typename Rows::Element* v, size_t stride, const
   }
   for (int n = 0; n < tokens.count; ++n) {
     const int t = tokens.token[n];
+    if (ahead != 0) prefetch_row(v + static_cast<size_t>(t) * stride + c + ahead, kVectors * kLanes);
     F x[kVectors];
     KVANT_UNROLL
     for (int i = 0; i < kVectors; ++i) {
@@ -195,22 +205,22 @@ HWY_INLINE void add_tokens(const typename Rows::Element* v, size_t stride, const
 }
 
 template <class Rows, int kRows>
-void value_rows(const typename Rows::Element* v, size_t stride, const LiveTokens& tokens, int dim,
-                const float* const* weights, float* const* acc) {
+void value_rows(const typename Rows::Element* v, ptrdiff_t ahead, size_t stride, const LiveTokens& tokens,
+                int dim, const float* const* weights, float* const* acc) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
   int c = 0;
   for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) {
-    add_tokens<Rows, kRows, kVectors>(v, stride, tokens, c, kVectors * kLanes, weights, acc);
+    add_tokens<Rows, kRows, kVectors>(v, ahead, stride, tokens, c, kVectors * kLanes, weights, acc);
   }
   for (; c + kLanes <= dim; c += kLanes) {
-    add_tokens<Rows, kRows, 1>(v, stride, tokens, c, kLanes, weights, acc);
+    add_tokens<Rows, kRows, 1>(v, ahead, stride, tokens, c, kLanes, weights, acc);
   }
-  if (c < dim) add_tokens<Rows, kRows, 1>(v, stride, tokens, c, dim - c, weights, acc);
+  if (c < dim) add_tokens<Rows, kRows, 1>(v, ahead, stride, tokens, c, dim - c, weights, acc);
 }
 
 template <class Rows>
-void pv_any(const typename Rows::Element* v, size_t stride, const LiveTokens& tokens, int dim,
-            const float* weights, const LiveRows& live, float* acc) {
+void pv_any(const typename Rows::Element* v, ptrdiff_t ahead, size_t stride, const LiveTokens& tokens,
+            int dim, const float* weights, const LiveRows& live, float* acc) {
   for (int first = 0; first < live.count; first += 4) {
     const int rows = live.count - first < 4 ? live.count - first : 4;
     const float* w[4];
@@ -221,40 +231,40 @@ void pv_any(const typename Rows::Element* v, size_t stride, const LiveTokens& to
     }
     switch (rows) {
       case 1:
-        value_rows<Rows, 1>(v, stride, tokens, dim, w, out);
+        value_rows<Rows, 1>(v, first == 0 ? ahead : 0, stride, tokens, dim, w, out);
         break;
       case 2:
-        value_rows<Rows, 2>(v, stride, tokens, dim, w, out);
+        value_rows<Rows, 2>(v, first == 0 ? ahead : 0, stride, tokens, dim, w, out);
         break;
       case 3:
-        value_rows<Rows, 3>(v, stride, tokens, dim, w, out);
+        value_rows<Rows, 3>(v, first == 0 ? ahead : 0, stride, tokens, dim, w, out);
         break;
       default:
-        value_rows<Rows, 4>(v, stride, tokens, dim, w, out);
+        value_rows<Rows, 4>(v, first == 0 ? ahead : 0, stride, tokens, dim, w, out);
         break;
     }
   }
 }
 
 template <class Rows>
-void pv_words(const uint16_t* v, size_t stride, int count, const LiveTokens& tokens, int dim,
+void pv_words(const uint16_t* v, ptrdiff_t ahead, size_t stride, int count, const LiveTokens& tokens, int dim,
               const float* weights, const LiveRows& live, float* acc) {
-  if (live.count < kConvertRows) return pv_any<Rows>(v, stride, tokens, dim, weights, live, acc);
+  if (live.count < kConvertRows) return pv_any<Rows>(v, ahead, stride, tokens, dim, weights, live, acc);
   alignas(64) float page[kPageTokens * kMaxHeadDim];
   convert_page<Rows>(v, stride, count, dim, page);
-  pv_any<FloatRows>(page, static_cast<size_t>(dim), tokens, dim, weights, live, acc);
+  pv_any<FloatRows>(page, 0, static_cast<size_t>(dim), tokens, dim, weights, live, acc);
 }
 
-void pv_rows(const uint16_t* v, size_t stride, int count, bool bf16, int value_dim, const float* weights,
-             int rows, const uint64_t* live, float* acc) {
+void pv_rows(const uint16_t* v, const uint16_t* next, size_t stride, int count, bool bf16, int value_dim,
+             const float* weights, int rows, const uint64_t* live, float* acc) {
   LiveRows live_rows;
   find_live_rows(live, rows, &live_rows);
   LiveTokens tokens;
   find_live_tokens(live, live_rows, count, &tokens);
   if (bf16) {
-    pv_words<Bf16Rows>(v, stride, count, tokens, value_dim, weights, live_rows, acc);
+    pv_words<Bf16Rows>(v, next - v, stride, count, tokens, value_dim, weights, live_rows, acc);
   } else {
-    pv_words<HalfRows>(v, stride, count, tokens, value_dim, weights, live_rows, acc);
+    pv_words<HalfRows>(v, next - v, stride, count, tokens, value_dim, weights, live_rows, acc);
   }
 }
 
@@ -264,11 +274,11 @@ void pv_floats(const float* v, int count, int value_dim, const float* weights, i
   find_live_rows(live, rows, &live_rows);
   LiveTokens tokens;
   find_live_tokens(live, live_rows, count, &tokens);
-  pv_any<FloatRows>(v, static_cast<size_t>(value_dim), tokens, value_dim, weights, live_rows, acc);
+  pv_any<FloatRows>(v, 0, static_cast<size_t>(value_dim), tokens, value_dim, weights, live_rows, acc);
 }
 
-constexpr AttentionKernels kAttentionKernels = {prepare_queries, qk_tile, qk_rows, qk_floats, softmax,
-                                                rescale_rows,    pv_tile, pv_rows, pv_floats};
+constexpr AttentionKernels kAttentionKernels = {prepare_queries, qk_tiles, qk_rows, qk_floats, softmax,
+                                                rescale_rows,    pv_tiles, pv_rows, pv_floats};
 
 }  // namespace
 }  // namespace kvant::simd::KVANT_TARGET

@@ -126,8 +126,8 @@ void fold_channel_scales(const TileLayout& layout, const std::byte* tile, int r,
   }
 }
 
-void qk_tile(const TileLayout& layout, const std::byte* tile, const std::byte*, const PreparedQueries& q,
-             const float* base, const uint64_t* live, float* logits) {
+void qk_tile(const TileLayout& layout, const std::byte* tile, const PreparedQueries& q, const float* base,
+             const uint64_t* live, float* logits) {
   for (int r = 0; r < q.rows; ++r) {
     if (live[r] == 0) continue;
     if (layout.channel_scale) fold_channel_scales(layout, tile, r, q);
@@ -160,8 +160,8 @@ void qk_tile(const TileLayout& layout, const std::byte* tile, const std::byte*, 
 
 float word_to_float(uint16_t w, bool bf16) { return bf16 ? bf16_to_float(w) : half_to_float(w); }
 
-void qk_rows(const uint16_t* k, size_t stride, int count, bool bf16, int head_dim, const float* q, int rows,
-             const uint64_t* live, float* logits) {
+void qk_rows(const uint16_t* k, const uint16_t*, size_t stride, int count, bool bf16, int head_dim,
+             const float* q, int rows, const uint64_t* live, float* logits) {
   for (int r = 0; r < rows; ++r) {
     if (live[r] == 0) continue;
     for (int t = 0; t < count; ++t) {
@@ -188,9 +188,11 @@ void qk_floats(const float* k, int count, int head_dim, const float* q, int rows
   }
 }
 
-float exp2_approximate(float x) {
-  if (!(x >= kExp2Floor)) return 0.0f;
+// 2^(x - max) for an integer max, which scales the result exactly.
+float exp2_below(float x, float max) {
   const float n = std::nearbyint(x);
+  const float exponent = n - max;
+  if (!(exponent >= kExp2Floor)) return 0.0f;
   const float r = x - n;
   float p = kExp2C5;
   p = p * r + kExp2C4;
@@ -198,39 +200,46 @@ float exp2_approximate(float x) {
   p = p * r + kExp2C2;
   p = p * r + kExp2C1;
   p = p * r + 1.0f;
-  return std::ldexp(p, static_cast<int>(n));
+  return std::ldexp(p, static_cast<int>(exponent));
 }
 
-void softmax(float* logits, int rows, const uint64_t* live, RowState* state, float* rescale) {
-  for (int r = 0; r < rows; ++r) {
-    if (live[r] == 0) continue;
-    float* x = logits + static_cast<size_t>(r) * kPageTokens;
-    float max = state[r].max;
+void softmax_row(const LogitStrip& strip, int r, RowState* state, float* rescale) {
+  float max = state->max;
+  bool used[kMaxStripPages];
+  for (int i = 0; i < strip.pages; ++i) {
+    const uint64_t live = strip.live[i * strip.live_stride + r];
+    const float* x = strip.logits + i * strip.page_stride + static_cast<size_t>(r) * kPageTokens;
+    float largest = -HUGE_VALF;
     for (int t = 0; t < kPageTokens; ++t) {
-      if ((live[r] >> t & 1) != 0) max = std::fmax(max, x[t]);
+      if ((live >> t & 1) != 0) largest = std::fmax(largest, std::ceil(x[t]));
     }
-    rescale[r] = 1.0f;
-    state[r].added = 0.0f;
-    if (max == -HUGE_VALF) {
-      std::memset(x, 0, kPageTokens * sizeof(float));
-      continue;
-    }
-    if (max != state[r].max) rescale[r] = exp2_approximate(state[r].max - max);
+    max = std::fmax(max, largest);
+    used[i] = largest > -HUGE_VALF && largest >= max - strip.skip_below;
+  }
+  *rescale = max == state->max ? 1.0f : exp2_below(state->max, max);
+  state->max = max;
+  state->sum *= *rescale;
+  for (int i = 0; i < strip.pages; ++i) {
+    const uint64_t live = strip.live[i * strip.live_stride + r];
+    float* x = strip.logits + i * strip.page_stride + static_cast<size_t>(r) * kPageTokens;
     float sum = 0.0f;
     for (int t = 0; t < kPageTokens; ++t) {
-      x[t] = (live[r] >> t & 1) != 0 ? exp2_approximate(x[t] - max) : 0.0f;
+      x[t] = (live >> t & 1) != 0 && used[i] ? exp2_below(x[t], max) : 0.0f;
       sum += x[t];
     }
-    state[r].max = max;
-    state[r].sum = state[r].sum * rescale[r] + sum;
-    state[r].added = sum;
+    state->sum += sum;
+    strip.sums[i * strip.sum_stride + r] = sum;
   }
 }
 
-void rescale_rows(float* acc, int value_dim, int rows, const uint64_t* live, const float* rescale) {
+void softmax(const LogitStrip& strip, RowState* state, float* rescale) {
+  for (int r = 0; r < strip.rows; ++r) softmax_row(strip, r, state + r, rescale + r);
+}
+
+void rescale_rows(float* acc, int value_dim, int rows, const float* factor) {
   for (int r = 0; r < rows; ++r) {
-    if (live[r] == 0 || rescale[r] == 1.0f) continue;
-    for (int c = 0; c < value_dim; ++c) acc[static_cast<size_t>(r) * value_dim + c] *= rescale[r];
+    if (factor[r] == 1.0f) continue;
+    for (int c = 0; c < value_dim; ++c) acc[static_cast<size_t>(r) * value_dim + c] *= factor[r];
   }
 }
 
@@ -260,8 +269,8 @@ QuantizedWeights quantize_weights(const TileLayout& layout, const BandLayout& ba
   return out;
 }
 
-void pv_tile(const TileLayout& layout, const std::byte* tile, const std::byte*, const float* weights,
-             int rows, const uint64_t* live, float* acc, std::byte*) {
+void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weights, int rows,
+             const uint64_t* live, float* acc) {
   for (int r = 0; r < rows; ++r) {
     if (live[r] == 0) continue;
     const float* w = weights + static_cast<size_t>(r) * kPageTokens;
@@ -286,8 +295,8 @@ void pv_tile(const TileLayout& layout, const std::byte* tile, const std::byte*, 
   }
 }
 
-void pv_rows(const uint16_t* v, size_t stride, int count, bool bf16, int value_dim, const float* weights,
-             int rows, const uint64_t* live, float* acc) {
+void pv_rows(const uint16_t* v, const uint16_t*, size_t stride, int count, bool bf16, int value_dim,
+             const float* weights, int rows, const uint64_t* live, float* acc) {
   for (int r = 0; r < rows; ++r) {
     for (int t = 0; t < count; ++t) {
       if ((live[r] >> t & 1) == 0) continue;
@@ -312,8 +321,22 @@ void pv_floats(const float* v, int count, int value_dim, const float* weights, i
   }
 }
 
-constexpr AttentionKernels kKernels = {prepare_queries, qk_tile, qk_rows, qk_floats, softmax,
-                                       rescale_rows,    pv_tile, pv_rows, pv_floats};
+void qk_tiles(const KeyTask* tasks, int count) {
+  for (int i = 0; i < count; ++i) {
+    const KeyTask& t = tasks[i];
+    qk_tile(*t.layout, t.tile, *t.queries, t.base, t.live, t.logits);
+  }
+}
+
+void pv_tiles(const ValueTask* tasks, int count, std::byte*) {
+  for (int i = 0; i < count; ++i) {
+    const ValueTask& t = tasks[i];
+    pv_tile(*t.layout, t.tile, t.weights, t.rows, t.live, t.acc);
+  }
+}
+
+constexpr AttentionKernels kKernels = {prepare_queries, qk_tiles, qk_rows, qk_floats, softmax,
+                                       rescale_rows,    pv_tiles, pv_rows, pv_floats};
 
 }  // namespace
 

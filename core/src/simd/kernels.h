@@ -21,7 +21,7 @@
 namespace kvant::simd {
 
 // Integer form of query rows against one key layout, made by prepare_queries. Memory belongs to the caller
-// (workspace): sizes by prepared_query_bytes(). One per thread: qk_tile writes into it for channel-scaled
+// (workspace): sizes by prepared_query_bytes(). One per thread: qk_tiles may write into it for channel-scaled
 // layouts, whose channel scales it folds into q and quantizes per tile.
 struct PreparedQueries {
   int rows = 0;
@@ -40,38 +40,79 @@ struct PreparedQueries {
 // One row's running softmax over base-2 logits. acc_tile is in the values' transformed space (quantized
 // tiles), acc_rows in the original space (exact rows).
 struct RowState {
-  float max = -__builtin_huge_valf();
-  float sum = 0.0f;       // of weights 2^(logit - max)
-  float tile_sum = 0.0f;  // the share of `sum` that fell on quantized values; kept by the caller
-  float added = 0.0f;     // sum of the weights of the last softmax call with live bits
+  float max = -__builtin_huge_valf();  // an integer: the largest logit so far, rounded up
+  float sum = 0.0f;                    // of weights 2^(logit - max)
+  // Kept by the caller: the share of `sum` that fell on quantized values, and whether acc_rows was written.
+  float tile_sum = 0.0f;
+  bool exact = false;
+};
+
+// Logits of some pages for some rows: token t of page i for row r at logits[i * page_stride + r * 64 + t].
+struct LogitStrip {
+  float* logits = nullptr;
+  size_t page_stride = 0;
+  const uint64_t* live = nullptr;  // page i, row r at [i * live_stride + r]: the tokens that the row sees
+  size_t live_stride = 0;
+  int pages = 0;  // at most kMaxStripPages
+  int rows = 0;
+  float* sums = nullptr;  // out: sum of weights of page i and row r at [i * sum_stride + r]
+  size_t sum_stride = 0;
+  // Weights of a page are zero, and so is their sum, when its largest logit, rounded up, is further than this
+  // below the largest up to this page; infinity: never.
+  float skip_below = __builtin_huge_valf();
+};
+
+// One tile of keys and the rows that read it: logits[r * 64 + t] = base[r] + q_r . k_t. Rows with live[r] ==
+// 0 may be skipped.
+struct KeyTask {
+  const TileLayout* layout = nullptr;
+  const std::byte* tile = nullptr;
+  // A tile, of this layout or another, that will be read soon: as many lines of it as this tile has are
+  // prefetched to the second-level cache while those of `tile` are used. Pages lie anywhere in memory, and
+  // asking for a whole tile at once would stall on the line-fill buffers. `tile` when there is none.
+  const std::byte* next = nullptr;
+  const PreparedQueries* queries = nullptr;
+  const float* base = nullptr;
+  const uint64_t* live = nullptr;
+  float* logits = nullptr;
+};
+
+// One tile of values: acc[r * value_dim + c] += sum over t of weights[r * 64 + t] * v_t[c], for rows with
+// live[r] != 0. Weights of hidden tokens are zero.
+struct ValueTask {
+  const TileLayout* layout = nullptr;
+  const std::byte* tile = nullptr;
+  const std::byte* next = nullptr;  // as above
+  const float* weights = nullptr;
+  int rows = 0;
+  const uint64_t* live = nullptr;
+  float* acc = nullptr;
 };
 
 struct AttentionKernels {
   void (*prepare_queries)(const TileLayout& key_layout, const float* q, int rows, PreparedQueries* out);
-  // logits[r * 64 + t] = q_r . k_t over the tile, base[r] added. Rows with live[r] == 0 may be skipped.
-  // `next`: the tile of this layout that will be read after this one; its lines are prefetched as those of
-  // `tile` are used. Pages lie anywhere in memory, and asking for a whole tile at once would stall on the
-  // line-fill buffers. `tile` itself when there is none.
-  void (*qk_tile)(const TileLayout& layout, const std::byte* tile, const std::byte* next,
-                  const PreparedQueries& q, const float* base, const uint64_t* live, float* logits);
-  // Exact rows: `count` <= 64 rows of f16 (or bf16) words, `stride` words apart. base is not added.
-  void (*qk_rows)(const uint16_t* k, size_t stride, int count, bool bf16, int head_dim, const float* q,
-                  int rows, const uint64_t* live, float* logits);
-  // Dequantize-first reference of qk_tile/pv_tile: k and v as decoded floats [64][dim].
+  // Scores of some tiles. Tasks of one call are in the order of their memory; the work on queries of several
+  // tasks overlaps, which is why there is not one call per tile.
+  void (*qk_tiles)(const KeyTask* tasks, int count);
+  // Exact rows: `count` <= 64 rows of f16 (or bf16) words, `stride` words apart. base is not added. next:
+  // rows that will be read soon, prefetched; k or v itself when there are none.
+  void (*qk_rows)(const uint16_t* k, const uint16_t* next, size_t stride, int count, bool bf16, int head_dim,
+                  const float* q, int rows, const uint64_t* live, float* logits);
+  // Dequantize-first reference of qk_tiles/pv_tiles: k and v as decoded floats [64][dim].
   void (*qk_floats)(const float* k, int count, int head_dim, const float* q, int rows, const uint64_t* live,
                     float* logits);
-  // Online softmax over 64 logits of each row: hides tokens whose live bit is 0, updates max, sum and added,
-  // turns logits into weights 2^(logit - max) in place (0 where hidden) and writes the factor that
-  // accumulators must be multiplied with into rescale[r] (1 when the maximum stayed). Rows with live 0 are
-  // untouched.
-  void (*softmax)(float* logits, int rows, const uint64_t* live, RowState* state, float* rescale);
-  // acc[r * value_dim ..] = acc * rescale[r] for rows with live[r] != 0 and rescale[r] != 1.
-  void (*rescale)(float* acc, int value_dim, int rows, const uint64_t* live, const float* rescale);
-  // acc += weights x values. workspace: pv_workspace_bytes(rows).
-  void (*pv_tile)(const TileLayout& layout, const std::byte* tile, const std::byte* next,
-                  const float* weights, int rows, const uint64_t* live, float* acc, std::byte* workspace);
-  void (*pv_rows)(const uint16_t* v, size_t stride, int count, bool bf16, int value_dim, const float* weights,
-                  int rows, const uint64_t* live, float* acc);
+  // Online softmax over a strip: hides tokens whose live bit is 0, updates max and sum, turns logits into
+  // weights 2^(logit - max) in place (0 where hidden) and writes the factor that accumulators must be
+  // multiplied with into rescale[r] (1 when the maximum stayed). Weights of pages of which a row sees nothing
+  // are undefined, their sums 0. max is an integer, so factors are powers of two and a row's result does not
+  // depend on how its pages are cut into strips.
+  void (*softmax)(const LogitStrip& strip, RowState* state, float* rescale);
+  // acc[r * value_dim ..] *= factor[r] for rows with factor[r] != 1.
+  void (*rescale)(float* acc, int value_dim, int rows, const float* factor);
+  // Adds weighted values of some tiles, one after the other. workspace: pv_workspace_bytes(rows).
+  void (*pv_tiles)(const ValueTask* tasks, int count, std::byte* workspace);
+  void (*pv_rows)(const uint16_t* v, const uint16_t* next, size_t stride, int count, bool bf16, int value_dim,
+                  const float* weights, int rows, const uint64_t* live, float* acc);
   void (*pv_floats)(const float* v, int count, int value_dim, const float* weights, int rows,
                     const uint64_t* live, float* acc);
 };
@@ -82,8 +123,9 @@ struct KernelTable {
   const AttentionKernels* attention;
 };
 
-// Largest number of rows in one call.
+// Largest number of rows in one call, and of pages in a strip.
 inline constexpr int kMaxRows = 256;
+inline constexpr int kMaxStripPages = 8;
 
 size_t prepared_query_bytes(const TileLayout& key_layout, int rows);
 // Points the arrays of `out` into `memory` (prepared_query_bytes, 64-byte aligned).

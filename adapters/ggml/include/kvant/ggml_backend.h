@@ -22,6 +22,7 @@ struct Options {
   std::string recipe = {};        // KVANT_RECIPE: calibration file, folder, "none"; empty: the cache dir
   bool strict = false;            // KVANT_STRICT=1: requested != effective is an error
   bool quiet = false;             // KVANT_QUIET=1: no lines on stderr
+  bool skip = true;               // KVANT_SKIP=0: read values even where weights cannot matter
   size_t limit_bytes = SIZE_MAX;  // KVANT_LIMIT_MIB
 };
 
@@ -54,7 +55,7 @@ struct CacheReport {
   MemoryReport memory;
   size_t peak_bytes = 0;
   size_t engine_bytes = 0;  // f16 address space of layers that stay llama.cpp's (see their `reason`)
-  uint64_t pairs_total = 0, pairs_quantized = 0, pairs_quantized_v = 0;
+  uint64_t pairs_total = 0, pairs_quantized = 0, pairs_quantized_v = 0, pairs_skipped = 0;
   uint64_t sealed_tiles = 0;
   std::string isa;
 };
