@@ -281,7 +281,8 @@ HWY_INLINE void fold_all(const Partial (&sum)[kTermRows][kVectors], I (&total)[k
   }
 }
 
-// Rows beyond which unpacking a band to bytes first is cheaper than unpacking it for each block of rows.
+// Rows beyond which a band of several planes is unpacked to bytes once instead of for each block of rows. One
+// plane takes a shift and a mask, which cost less beside the products than bytes that have to be stored.
 constexpr int kUnpackRows = 4;
 
 // Tasks of up to kFewRows rows whose queries or weights are quantized before the first product: one task's

@@ -307,7 +307,7 @@ void open_bands(const TileLayout& layout, const std::byte* tile, const std::byte
     shared.channels = band.channels;
     shared.mid = mid_of(layout, band.bits);
     planes_of(band, tile, next, &shared.planes);
-    shared.unpacked = unpack && band.bits != 8;
+    shared.unpacked = unpack && band.n_planes > 1;
     if (shared.unpacked) {
       unpack_band(band, tile, next, band.stored_channels / 8, unpacked);
       shared.planes.p[0] = unpacked;
@@ -401,6 +401,7 @@ void pv_many_rows(const ValueTask& task, std::byte* workspace) {
     WeightRows rows;
     open_weight_rows(task, open, first, &rows);
     add_weight_rows(open, rows);
+    for (int b = 0; b < open.n_bands; ++b) open.bands[b].planes.ahead = 0;  // asked for already
   }
 }
 

@@ -206,7 +206,7 @@ void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
   KeyBlock block;
   block.octets = band.channels / 8;
   planes_of(band, task.tile, task.next, &block.planes);
-  const bool unpacked = live.count > kUnpackRows && band.bits != 8;
+  const bool unpacked = live.count > kUnpackRows && band.n_planes > 1;
   if (unpacked) {
     unpack_band(band, task.tile, task.next, block.octets, unpacked_codes);
     block.planes.p[0] = unpacked_codes;
@@ -232,6 +232,7 @@ void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
       block.logits[i] = task.logits + static_cast<size_t>(r) * kPageTokens;
     }
     key_block_function(band.bits, unpacked, rows)(block);
+    block.planes.ahead = 0;  // asked for already
   }
 }
 
