@@ -28,9 +28,8 @@ std::string read_file(const fs::path& path) {
 TEST(FormatRegistry, FamiliesAreNamedInTheirFileAndTheRegistryOnly) {
   const fs::path root = KVANT_SOURCE_DIR;
   std::map<std::string, std::set<std::string>> mentions;
-  for (const char* symbol :
-       {"kTokenFamily", "kChannelFamily", "kGroupFamily", "kChannelTokenFamily", "kF16Family",
-                             "kStaticHeadFamily", "kStaticTensorFamily"}) {
+  for (const char* symbol : {"kTokenFamily", "kChannelFamily", "kGroupFamily", "kChannelTokenFamily",
+                             "kF16Family", "kStaticHeadFamily", "kStaticTensorFamily"}) {
     mentions[symbol];
   }
   int files = 0;
@@ -54,9 +53,8 @@ TEST(FormatRegistry, FamiliesAreNamedInTheirFileAndTheRegistryOnly) {
 }
 
 TEST(FormatRegistry, IdsAndPrefixesArePermanentAndUnique) {
-  const std::map<std::string_view, int> kIds = {{"f16", 1}, {"bf16", 2}, {"t", 3},
-                                                {"c", 4},   {"g", 5},    {"ct", 6},
-                                                {"s", 7},   {"st", 8}};
+  const std::map<std::string_view, int> kIds = {{"f16", 1}, {"bf16", 2}, {"t", 3}, {"c", 4},
+                                                {"g", 5},   {"ct", 6},   {"s", 7}, {"st", 8}};
   std::set<int> ids;
   for (const FormatFamily* family : all_families()) {
     EXPECT_TRUE(ids.insert(family->id).second) << family->prefix;
