@@ -75,7 +75,7 @@ TEST(Settings, ConfigureChecksSchemeAndRecipe) {
   const Options before = options();
   EXPECT_EQ(configure({.scheme = "kv44"}).code(), Code::kInvalidArgument);
   EXPECT_EQ(configure({.recipe = "/no/such/recipe"}).code(), Code::kIo);
-  EXPECT_TRUE(configure({.recipe = "none"}).ok());
+  EXPECT_TRUE(configure({.scheme = before.scheme, .recipe = "none"}).ok());
   EXPECT_EQ(configure({.limit_bytes = 0}).code(), Code::kInvalidArgument);
   EXPECT_EQ(options().scheme, before.scheme);
   ASSERT_TRUE(configure({.scheme = "kv8"}).ok());
