@@ -156,13 +156,24 @@ Status Lockstep::decode_first(Entry* entry, std::span<const llama_token> chunk, 
   return {};
 }
 
-Status Lockstep::run_pass(int index, const Pass& pass, const std::string& what, Progress* progress) {
+int Lockstep::begin_pass(const Pass& pass) {
+  const std::vector<llama_token> held = std::exchange(held_, {});
+  const int n = static_cast<int>(held.size());
+  if (n > 0 && n <= pass.first_scored && std::equal(held.begin(), held.end(), pass.tokens.begin())) return n;
   baseline_->clear();
   for (Entry& entry : entries_) {
     if (entry.context) entry.context->clear();
   }
+  return 0;
+}
+
+Status Lockstep::run_pass(int index, const Pass& pass, const std::string& what, Progress* progress) {
+  const int start = begin_pass(pass);
   const int length = pass.last_scored + 1;
-  for (int begin = 0; begin < length; begin += options_.chunk_tokens) {
+  const auto active = std::count_if(entries_.begin(), entries_.end(),
+                                    [](const Entry& entry) { return entry.context && entry.active; });
+  progress->step(static_cast<double>(start) * static_cast<double>(active + 1), what);
+  for (int begin = start; begin < length; begin += options_.chunk_tokens) {
     const int end = std::min(length, begin + options_.chunk_tokens);
     const std::span<const llama_token> chunk(pass.tokens.data() + begin, end - begin);
     const int from = std::clamp(pass.first_scored - begin, 0, end - begin);
@@ -179,6 +190,7 @@ Status Lockstep::run_pass(int index, const Pass& pass, const std::string& what, 
     }
     if (from < end - begin) compare_chunk(index, pass, begin, from, end);
   }
+  held_.assign(pass.tokens.begin(), pass.tokens.begin() + length);
   return {};
 }
 
@@ -216,6 +228,7 @@ void Lockstep::finish(const std::string& test, int tokens, bool complete, Evalua
 Status Lockstep::run(const std::string& test, const std::vector<Pass>& passes, bool with_floor,
                      Progress* progress, Evaluation* out) {
   ggml::reset_counters();
+  if (with_floor) held_.clear();  // the floor's context may not hold it
   for (Entry& entry : entries_) entry.active = !entry.floor || with_floor;
   Status status;
   int tokens = 1;

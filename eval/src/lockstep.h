@@ -62,6 +62,9 @@ class Lockstep {
   explicit Lockstep(const EvaluateOptions& options) : options_(options) {}
   Status add(const Model& model, Entry entry, int n_ctx);
   Status decode_first(Entry* entry, std::span<const llama_token> chunk, int begin, int from);
+  // Clears every context, or, where all hold the first tokens of the pass already, continues from there.
+  // Returns the position to go on from.
+  int begin_pass(const Pass& pass);
   Status run_pass(int index, const Pass& pass, const std::string& what, Progress* progress);
   void compare_chunk(int window, const Pass& pass, int begin, int from, int end);
   void finish(const std::string& test, int tokens, bool complete, Evaluation* out);
@@ -69,6 +72,7 @@ class Lockstep {
   const EvaluateOptions& options_;
   std::unique_ptr<Context> baseline_;
   std::vector<Entry> entries_;
+  std::vector<llama_token> held_;  // what every active context holds; empty: unknown
 };
 
 // Bits and bytes of a row. kvant: from the counters of its caches, which hold `tokens` tokens. Peers: from
