@@ -20,7 +20,9 @@ again = json.loads(subprocess.check_output([os.environ["KVANT_BIN"] + "/kvant", 
 assert again["command"] == j["command"]
 PYTHON
 "$kvant" bench attention --kv kv4 --lengths 512 --layers 1 --forks 8 --repeats 1 | grep -q '^| kv4 | 512 |'
-"$kvant" bench attention --kv kv4 --peer llama:f16 --forks 2 --repeats 1 >/dev/null 2>refused.txt && exit 1 || [ $? -eq 3 ]
+code=0
+"$kvant" bench attention --kv kv4 --peer llama:f16 --forks 2 --repeats 1 >/dev/null 2>refused.txt || code=$?
+[ "$code" -eq 3 ]
 grep -q "kvant's caches only" refused.txt
 
 echo "-- decode: filled caches, prefill, JSON"
@@ -34,15 +36,21 @@ assert set(rows) == {(c, d) for c in ("kv4,w=0", "llama:f16") for d in (0, 768)}
 assert all(r["decode_tok_s"] > 0 and r["prefill_tok_s"] > 0 for r in rows.values())
 assert 0 < rows["kv4,w=0", 768]["encode_share"] < 1 and rows["llama:f16", 768]["encode_share"] == 0
 PYTHON
-"$kvant" testmodel --kind shapes --head-dim 72 --heads 1 --kv-heads 1 --weights q8_0 -o no.gguf 2>refused.txt && exit 1 || [ $? -eq 2 ]
+code=0
+"$kvant" testmodel --kind shapes --head-dim 72 --heads 1 --kv-heads 1 --weights q8_0 -o no.gguf 2>refused.txt || code=$?
+[ "$code" -eq 2 ]
 grep -q "multiple of 32" refused.txt
 
 echo "-- another engine that was not built is said so"
-"$kvant" bench decode -m q8.gguf --kv kv4 --peer ik:q4_0 --depths 0 >/dev/null 2>refused.txt && exit 1 || [ $? -eq 4 ]
+code=0
+"$kvant" bench decode -m q8.gguf --kv kv4 --peer ik:q4_0 --depths 0 >/dev/null 2>refused.txt || code=$?
+[ "$code" -eq 4 ]
 grep -q "./run setup peers" refused.txt
 
 echo "-- bars: names, and one group that needs no model of its own"
-"$kvant" bench bars -m q8.gguf --only fork 2>refused.txt && exit 1 || [ $? -eq 2 ]
+code=0
+"$kvant" bench bars -m q8.gguf --only fork 2>refused.txt || code=$?
+[ "$code" -eq 2 ]
 grep -q "nearest is forks" refused.txt
 rc=0
 "$kvant" bench bars -m q8.gguf --only forks --json >bars.json || rc=$?
