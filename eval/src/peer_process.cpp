@@ -14,8 +14,6 @@
 
 #include "kvant/calibration_file.h"
 
-extern char** environ;
-
 namespace kvant::eval {
 namespace {
 
@@ -41,6 +39,7 @@ Result<std::unique_ptr<PeerProcess>> PeerProcess::start(const std::vector<std::s
   std::vector<std::string> words = {program};
   words.insert(words.end(), arguments.begin(), arguments.end());
   std::vector<char*> argv;
+  argv.reserve(words.size() + 1);
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
   posix_spawn_file_actions_t actions;

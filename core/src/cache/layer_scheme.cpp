@@ -161,7 +161,8 @@ float static_scale(const Format& format, const std::vector<std::shared_ptr<const
 
 // Schemes for comparison show what their layout does, broken heads included.
 bool for_comparison(const Scheme& scheme) {
-  const std::string_view name = std::string_view(scheme.name).substr(0, scheme.name.find(','));
+  const std::string_view full = scheme.name;
+  const std::string_view name = full.substr(0, full.find(','));
   const auto& all = registered_schemes();
   return std::any_of(all.begin(), all.end(),
                      [&](const RegisteredScheme& s) { return s.comparison && s.name == name; });

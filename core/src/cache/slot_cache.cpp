@@ -356,7 +356,7 @@ Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, Stre
   KVANT_RETURN_IF_ERROR(check_copy(layer.value, layer.value + 1, {&side, 1}, from, to));
   if (from == to) return {};
   const LayerScheme& scheme = options_.layers[layer.value];
-  const Status no_memory = {Code::kPoolExhausted, "copy of a stream: the system has no memory"};
+  Status no_memory = {Code::kPoolExhausted, "copy of a stream: the system has no memory"};
   table_->copy_stream(from.value, to.value);
   for (int page = 0; page < n_pages_; ++page) {
     const SidePage& source = page_ref(layer.value, from.value, page, side);
