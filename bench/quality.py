@@ -8,6 +8,7 @@ Exit codes: 0 all bars hold, 1 one falls short, 2 wrong use, others: kvant's own
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -35,6 +36,7 @@ BARS = [
 ]
 
 
+@functools.cache
 def sha256(path):
     digest = hashlib.sha256()
     with open(path, "rb") as file:

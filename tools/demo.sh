@@ -3,10 +3,6 @@
 # demo_table: prints the table that README.md shows.
 demo_table() {
   local kvant="$KVANT_BUILD/bin/kvant"
-  if ! "$kvant" eval --help >/dev/null 2>&1; then
-    "$kvant" --version
-    return
-  fi
   # Most of the time is llama.cpp's: attention on its quantized caches. Short enough for six minutes on two cores.
   "$kvant" eval -m "$(model_file)" -f "$(text_file evaluation)" --filler "$(text_file calibration)" -t "$JOBS" \
     -c 1024 --speed-depth 1024 \

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <utility>
 
 #include "kvant/bench_attention.h"
 #include "kvant/bench_decode.h"
@@ -41,13 +42,17 @@ class Bars {
                  int prefill, std::vector<DecodeRow>* rows) const;
   // Made once; the same options give the same file.
   Result<std::string> shapes_model() const;
+  // Path and name of the models that short contexts are measured on.
+  Result<std::vector<std::pair<std::string, std::string>>> both_models() const;
+  // kvant's decode speed against that of another cache of the same run.
+  void add_decode(const char* group, std::string what, const std::vector<DecodeRow>& rows,
+                  const std::string& peer, double bound);
 
-  BarRow& add(const char* group, std::string what, double figure, double bound, std::string note,
-              bool at_most = false) {
+  void add(const char* group, std::string what, double figure, double bound, std::string note,
+           bool at_most = false) {
     BarRow row{group, std::move(what), figure, bound, at_most, std::move(note), BarState::kHolds};
     if (at_most ? figure > bound : figure < bound) row.state = BarState::kShort;
     out_->push_back(std::move(row));
-    return out_->back();
   }
   void add_missing(const char* group, std::string what, double bound) {
     out_->push_back({group, std::move(what), 0, bound, false, kPeerMissing, BarState::kNotMeasured});
@@ -120,6 +125,22 @@ Result<std::string> Bars::shapes_model() const {
   return path;
 }
 
+Result<std::vector<std::pair<std::string, std::string>>> Bars::both_models() const {
+  const Result<std::string> shapes = shapes_model();
+  if (!shapes.ok()) return shapes.status();
+  return std::vector<std::pair<std::string, std::string>>{{o_.model_path, "SmolLM2"},
+                                                          {shapes.value(), "8 layers 8/2 x 128"}};
+}
+
+void Bars::add_decode(const char* group, std::string what, const std::vector<DecodeRow>& rows,
+                      const std::string& peer, double bound) {
+  const DecodeRow& own = find(rows, o_.cache);
+  const DecodeRow& other = find(rows, peer);
+  add(group, std::move(what), own.decode_tok_s / other.decode_tok_s, bound,
+      fmt::format("{} {:.1f} tok/s{}, {} {:.1f}{}", own.cache, own.decode_tok_s, parts(own), peer,
+                  other.decode_tok_s, other.flash_attention ? "" : " (flash attention off)"));
+}
+
 Status Bars::attention() {
   BenchAttentionOptions o;
   o.caches = {o_.cache, "llama:f16", "llama:q4_0"};
@@ -161,20 +182,14 @@ Status Bars::decode_32k() {
   std::vector<DecodeRow> rows;
   const std::string caches = o_.cache + ";llama:f16;llama:q4_0" + (has_ik() ? ";ik:q4_0" : "");
   KVANT_RETURN_IF_ERROR(measure(model.value(), caches, 32768, 5, 4, 0, &rows));
-  const DecodeRow& own = find(rows, o_.cache);
-  auto against = [&](const std::string& cache, const std::string& name, double bound) {
-    const DecodeRow& peer = find(rows, cache);
-    add("decode-32k", name, own.decode_tok_s / peer.decode_tok_s, bound,
-        fmt::format("{} {:.1f} tok/s{}, {} {:.1f}{}", own.cache, own.decode_tok_s, parts(own), cache,
-                    peer.decode_tok_s, peer.flash_attention ? "" : " (flash attention off)"));
-  };
-  against("llama:f16", "decode at 32k, 8 layers 8/2 x 128: against llama.cpp's best f16", 4);
-  against("llama:q4_0", "the same against llama.cpp q4_0", 12);
+  const char* group = "decode-32k";
+  add_decode(group, "decode at 32k, 8 layers 8/2 x 128: against llama.cpp's best f16", rows, "llama:f16", 4);
+  add_decode(group, "the same against llama.cpp q4_0", rows, "llama:q4_0", 12);
   const std::string ik = "the same against ik_llama.cpp q4_0";
   if (has_ik()) {
-    against("ik:q4_0", ik, 2);
+    add_decode(group, ik, rows, "ik:q4_0", 2);
   } else {
-    add_missing("decode-32k", ik, 2);
+    add_missing(group, ik, 2);
   }
   return {};
 }
@@ -182,24 +197,17 @@ Status Bars::decode_32k() {
 Status Bars::smollm() {
   std::vector<DecodeRow> rows;
   KVANT_RETURN_IF_ERROR(measure(o_.model_path, o_.cache + ";llama:f16;llama:q4_0", 7900, 5, 6, 0, &rows));
-  const DecodeRow& own = find(rows, o_.cache);
-  auto against = [&](const std::string& cache, const std::string& name, double bound) {
-    const DecodeRow& peer = find(rows, cache);
-    add("smollm-7900", name, own.decode_tok_s / peer.decode_tok_s, bound,
-        fmt::format("{} {:.1f} tok/s{}, {} {:.1f}{}", own.cache, own.decode_tok_s, parts(own), cache,
-                    peer.decode_tok_s, peer.flash_attention ? "" : " (flash attention off)"));
-  };
-  against("llama:f16", "decode, SmolLM2 at 7.9k, own weights: against llama.cpp's best f16", 2.5);
-  against("llama:q4_0", "the same against llama.cpp q4_0", 6);
+  const char* group = "smollm-7900";
+  add_decode(group, "decode, SmolLM2 at 7.9k, own weights: against llama.cpp's best f16", rows, "llama:f16",
+             2.5);
+  add_decode(group, "the same against llama.cpp q4_0", rows, "llama:q4_0", 6);
   return {};
 }
 
 Status Bars::depth_0() {
-  const Result<std::string> shapes = shapes_model();
-  if (!shapes.ok()) return shapes.status();
-  const std::pair<std::string, std::string> models[] = {{o_.model_path, "SmolLM2"},
-                                                        {shapes.value(), "8 layers 8/2 x 128"}};
-  for (const auto& [path, name] : models) {
+  const auto models = both_models();
+  if (!models.ok()) return models.status();
+  for (const auto& [path, name] : models.value()) {
     std::vector<DecodeRow> rows;
     KVANT_RETURN_IF_ERROR(measure(path, o_.cache + ";llama:f16", 0, 9, 16, 0, &rows));
     const DecodeRow& own = find(rows, o_.cache);
@@ -317,11 +325,9 @@ Status Bars::forks() {
 }
 
 Status Bars::encode() {
-  const Result<std::string> shapes = shapes_model();
-  if (!shapes.ok()) return shapes.status();
-  const std::pair<std::string, std::string> models[] = {{o_.model_path, "SmolLM2"},
-                                                        {shapes.value(), "8 layers 8/2 x 128"}};
-  for (const auto& [path, name] : models) {
+  const auto models = both_models();
+  if (!models.ok()) return models.status();
+  for (const auto& [path, name] : models.value()) {
     std::vector<DecodeRow> rows;
     // Pages are encoded every 64 tokens: whole numbers of pages, where a step is cheapest. An empty cache
     // would not encode until the window is full.

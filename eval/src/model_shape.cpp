@@ -154,7 +154,7 @@ void set_bits(Plan* plan) {
 double stored_bits(const LayerScheme& layer, Side side) {
   bool exact = layer.exact;
   for (const HeadScheme& head : layer.heads) {
-    exact = exact || (side == Side::kKey ? head.key_format : head.value_format).exact();
+    exact = exact || format_of(head, side).exact();
   }
   if (exact) return 16;
   return side == Side::kKey ? layer.key_bits() : layer.value_bits();

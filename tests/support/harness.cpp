@@ -15,10 +15,6 @@ namespace {
 constexpr uint16_t kHidden = 0xFC00;
 constexpr Side kSides[] = {Side::kKey, Side::kValue};
 
-int dim_of(const LayerShape& shape, Side side) {
-  return side == Side::kKey ? shape.key_dim : shape.value_dim;
-}
-
 uint64_t mix(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -22,6 +22,9 @@ struct HeadScheme {
   float key_static_scale = 0;                        // step of static formats, 0: each tile takes its own
   float value_static_scale = 0;
 };
+inline const Format& format_of(const HeadScheme& head, Side side) {
+  return side == Side::kKey ? head.key_format : head.value_format;
+}
 
 struct LayerScheme {
   LayerShape shape;
@@ -48,7 +51,7 @@ struct ErrorModel {
   float largest = 0.0f;         // largest magnitude of what is stored, before any transform
 };
 
-// Calibrated basis of one head and side (quality.md of docs: "calibrated transform"): rows of `forward` are
+// Calibrated basis of one head and side (docs/formats.md): rows of `forward` are
 // sorted by falling importance, so that bands of different widths take runs of channels. Inside each band of
 // a format it is followed by a Hadamard rotation.
 struct CalibratedBasis {

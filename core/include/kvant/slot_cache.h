@@ -21,6 +21,7 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -52,6 +53,8 @@ struct SidePage {
   uint64_t kept_mask = 0;      // slots whose content is in `kept`; a subset of kept_layout
   uint64_t kept_layout = 0;    // slots that `kept` was laid out for: row of slot t is its rank here
 };
+// Row of slot t in rows that were laid out for the slots of `layout`.
+inline int kept_row(uint64_t layout, int t) { return std::popcount(layout & ((uint64_t{1} << t) - 1)); }
 
 // Queries of one stream, in the order in which their tokens were written.
 struct StreamQueries {

@@ -38,5 +38,8 @@ struct LayerShape {
   int key_dim = 0;    // channels of one key head
   int value_dim = 0;  // channels of one value head
 };
+inline int dim_of(const LayerShape& shape, Side side) {
+  return side == Side::kKey ? shape.key_dim : shape.value_dim;
+}
 
 }  // namespace kvant

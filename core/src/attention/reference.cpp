@@ -17,7 +17,7 @@ struct Stored {
 
 Stored load(const SlotCache& cache, LayerId layer, Side side, StreamId stream, int head, int n_pages) {
   const LayerScheme& scheme = cache.layer(layer);
-  const int dim = side == Side::kKey ? scheme.shape.key_dim : scheme.shape.value_dim;
+  const int dim = dim_of(scheme.shape, side);
   const size_t n = static_cast<size_t>(n_pages) * kPageTokens;
   Stored s;
   s.exact.assign(n * dim, 0.0);

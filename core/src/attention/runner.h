@@ -112,7 +112,6 @@ class AttentionRunner {
   const std::byte* next_tile(const std::byte* tile);
   const uint16_t* next_rows(const Block& block, const StripPage& page, int h, Side side) const;
   const std::byte* head_tile(const SidePage& page, int head, Side side) const;
-  const Format& tile_format(int head, Side side) const;
   bool find_live(const Block& block, StripPage* page);
   float* logits_of(const Block& block, int page, int h) const;
   void tile_logits(const Block& block, const Queries& queries, int pages);

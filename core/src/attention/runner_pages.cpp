@@ -16,8 +16,6 @@ bool any(const uint64_t* masks, int rows) {
   return all != 0;
 }
 
-int rank(uint64_t layout, int t) { return std::popcount(layout & ((uint64_t{1} << t) - 1)); }
-
 }  // namespace
 
 // Fills page->live; false when no row sees anything of the page.
@@ -75,7 +73,7 @@ void AttentionRunner::merge_lanes(const Block& block, const uint64_t* lanes, con
     while (bits != 0) {
       const int t = std::countr_zero(bits);
       bits &= bits - 1;
-      logits[r * kPageTokens + t] = from[r * kPageTokens + (layout != nullptr ? rank(*layout, t) : t)];
+      logits[r * kPageTokens + t] = from[r * kPageTokens + (layout != nullptr ? kept_row(*layout, t) : t)];
     }
   }
 }
@@ -336,24 +334,23 @@ void AttentionRunner::add_exact_values(const Block& block, const StripPage& page
 // The exact rows that will be read after those of head h of a page, as far as they are easily told.
 const uint16_t* AttentionRunner::next_rows(const Block& block, const StripPage& page, int h,
                                            Side side) const {
-  const auto rows_of = [&](const SidePage& at, int head, int dim) {
+  const int dim = dim_of(layer_.shape, side);
+  const auto rows_of = [&](const SidePage& at, int head) {
     return at.rows + static_cast<size_t>(block.first_head + head) * kPageTokens * dim;
   };
-  const int key_dim = layer_.shape.key_dim, value_dim = layer_.shape.value_dim;
   const SidePage& here = side == Side::kKey ? *page.keys : *page.values;
-  const int dim = side == Side::kKey ? key_dim : value_dim;
-  if (h + 1 < block.n_heads) return rows_of(here, h + 1, dim);
+  if (h + 1 < block.n_heads) return rows_of(here, h + 1);
   const StreamId stream = block.stream->stream;
   if (page.number + 1 < block.stream->n_pages) {
     const SidePage& next = cache_.side_page(args_.layer, stream, page.number + 1, side);
-    if (next.rows != nullptr) return rows_of(next, 0, dim);
+    if (next.rows != nullptr) return rows_of(next, 0);
   }
-  return rows_of(here, h, dim);
+  return rows_of(here, h);
 }
 
 const std::byte* AttentionRunner::head_tile(const SidePage& page, int head, Side side) const {
   const std::byte* at = page.tiles;
-  for (int h = 0; h < head; ++h) at += tile_format(h, side).tile_bytes();
+  for (int h = 0; h < head; ++h) at += format_of(layer_.heads[h], side).tile_bytes();
   return at;
 }
 
@@ -362,7 +359,7 @@ void AttentionRunner::list_page_tiles(const Block& block, const SidePage& page, 
   const std::byte* at = head_tile(page, block.first_head, side);
   for (int h = 0; h < block.n_heads; ++h) {
     tiles_[n_tiles_++] = at;
-    at += tile_format(block.first_head + h, side).tile_bytes();
+    at += format_of(head_of(block, h), side).tile_bytes();
   }
 }
 
@@ -384,10 +381,6 @@ void AttentionRunner::list_tiles(const Block& block, int pages) {
 const std::byte* AttentionRunner::next_tile(const std::byte* tile) {
   while (at_tile_ < n_tiles_ && tiles_[at_tile_] != tile) ++at_tile_;
   return at_tile_ + kPrefetchTiles < n_tiles_ ? tiles_[at_tile_ + kPrefetchTiles] : tile;
-}
-
-const Format& AttentionRunner::tile_format(int head, Side side) const {
-  return side == Side::kKey ? layer_.heads[head].key_format : layer_.heads[head].value_format;
 }
 
 void AttentionRunner::attend_strip(const Block& block, const Queries& queries, int pages, State* state) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cache/escape.h"
+#include "formats/layout.h"
 
 namespace kvant {
 namespace {
@@ -23,7 +24,7 @@ double mean_bits(const LayerScheme& layer, Side side) {
   if (layer.exact || layer.heads.empty()) return 16.0;
   double sum = 0;
   for (const HeadScheme& head : layer.heads) {
-    sum += (side == Side::kKey ? head.key_format : head.value_format).bits_per_value();
+    sum += format_of(head, side).bits_per_value();
   }
   return sum / static_cast<double>(layer.heads.size());
 }
@@ -31,7 +32,7 @@ double mean_bits(const LayerScheme& layer, Side side) {
 size_t tile_bytes(const LayerScheme& layer, Side side) {
   size_t bytes = 0;
   for (const HeadScheme& head : layer.heads) {
-    const Format& format = side == Side::kKey ? head.key_format : head.value_format;
+    const Format& format = format_of(head, side);
     if (!format.exact()) bytes += format.tile_bytes();
   }
   return bytes;
@@ -138,7 +139,6 @@ double LayerScheme::value_bits() const { return mean_bits(*this, Side::kValue); 
 
 namespace {
 
-// Format and transform of one head and side; `reason` grows when the format is not the one asked for.
 struct SideChoice {
   Format format;
   std::shared_ptr<const Transform> transform;
@@ -156,7 +156,7 @@ float static_scale(const Format& format, const std::vector<std::shared_ptr<const
     if ((*bases)[h] == nullptr || (scope == StaticScale::kHead && h != head)) continue;
     largest = std::max(largest, (*bases)[h]->error.largest);
   }
-  return largest / (static_cast<float>(1 << (format.layout().bands[0].bits - 1)) - 0.5f);
+  return largest / outermost_level(format.layout().bands[0].bits);
 }
 
 // Schemes for comparison show what their layout does, broken heads included.
@@ -168,6 +168,7 @@ bool for_comparison(const Scheme& scheme) {
                      [&](const RegisteredScheme& s) { return s.comparison && s.name == name; });
 }
 
+// Format and transform of one head and side; `reason` grows when the format is not the one asked for.
 Result<SideChoice> resolve_side(const Scheme& scheme, const LayerShape& shape, Side side, int head,
                                 const LayerCalibration* calibration, std::string* reason) {
   const bool key = side == Side::kKey;

@@ -1,7 +1,6 @@
 // Sizes and parts of one page of one layer and side.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -12,14 +11,6 @@
 namespace kvant {
 
 inline constexpr uint16_t kHalfExponent = 0x7C00;
-
-inline int dim_of(const LayerShape& shape, Side side) {
-  return side == Side::kKey ? shape.key_dim : shape.value_dim;
-}
-
-inline const Format& format_of(const HeadScheme& head, Side side) {
-  return side == Side::kKey ? head.key_format : head.value_format;
-}
 
 inline const Transform& transform_of(const HeadScheme& head, Side side) {
   return side == Side::kKey ? *head.key_transform : *head.value_transform;
@@ -41,8 +32,6 @@ inline size_t kept_bytes(const LayerShape& shape, Side side, int rows) {
 inline size_t tiles_bytes(const LayerScheme& layer, Side side) {
   return side == Side::kKey ? layer.key_tile_bytes() : layer.value_tile_bytes();
 }
-
-inline int rank(uint64_t layout, int t) { return std::popcount(layout & ((uint64_t{1} << t) - 1)); }
 
 inline constexpr Side kSides[] = {Side::kKey, Side::kValue};
 

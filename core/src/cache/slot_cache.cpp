@@ -173,7 +173,7 @@ void SlotCache::drop_rows(int layer, int stream, int page, Side side) {
     for (int head = 0; head < shape.n_kv_heads; ++head) {
       for (int t = 0; t < kPageTokens; ++t) {
         if (((sinks >> t) & 1) == 0) continue;
-        std::memcpy(kept + (static_cast<size_t>(head) * n + rank(sinks, t)) * dim,
+        std::memcpy(kept + (static_cast<size_t>(head) * n + kept_row(sinks, t)) * dim,
                     sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, dim * sizeof(uint16_t));
       }
     }
@@ -216,7 +216,7 @@ Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot,
     }
     const uint16_t* row =
         in_rows ? sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim
-                : sp.kept + (static_cast<size_t>(head) * kept_rows + rank(sp.kept_layout, t)) * dim;
+                : sp.kept + (static_cast<size_t>(head) * kept_rows + kept_row(sp.kept_layout, t)) * dim;
     for (int c = 0; c < dim; ++c) to[c] = half_to_float(row[c]);
   }
   return {};
@@ -265,7 +265,7 @@ Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first
       if ((sp.row_mask >> t) & 1) {
         row = sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim;
       } else if ((sp.kept_mask >> t) & 1) {
-        row = sp.kept + (static_cast<size_t>(head) * kept_rows + rank(sp.kept_layout, t)) * dim;
+        row = sp.kept + (static_cast<size_t>(head) * kept_rows + kept_row(sp.kept_layout, t)) * dim;
       }
       if (row != nullptr) {
         std::memcpy(to + head * dim, row, dim * sizeof(uint16_t));

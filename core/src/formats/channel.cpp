@@ -47,7 +47,7 @@ void choose_metadata(const EncodeContext& context, std::byte* tile) {
   const ChannelStatistics statistics(context);
   if (statistics.live_tokens == 0) return;
   const int bits = layout.bands[0].bits;
-  const float top_level = static_cast<float>(1 << (bits - 1)) - 0.5f;
+  const float top_level = outermost_level(bits);
   const int lanes = static_cast<int>(context.row_stride);
   ChannelLanes channels;
   find_anchors(statistics, layout.asymmetric, top_level, lanes, &channels);

@@ -11,6 +11,9 @@ namespace kvant {
 // Channels that a band boundary must be a multiple of.
 inline int band_unit(Side side) { return side == Side::kKey ? 8 : 16; }
 
+// Of a grid of so many bits that is symmetric about 0, in steps.
+inline float outermost_level(int bits) { return static_cast<float>(1 << (bits - 1)) - 0.5f; }
+
 // Splits head_dim into spec.n_widths bands as evenly as units allow; the first bands take what is left over.
 // Fails when a band would be empty.
 Status split_bands(const FormatSpec& spec, TileLayout* layout);

@@ -44,7 +44,7 @@ void find_anchors(const BandLayout& band, bool asymmetric, const float* columns,
       high[t] = x[t] > high[t] ? x[t] : high[t];
     }
   }
-  const float top_level = static_cast<float>(1 << (band.bits - 1)) - 0.5f;
+  const float top_level = outermost_level(band.bits);
   for (int t = 0; t < kPageTokens; ++t) {
     const float radius = asymmetric ? 0.5f * (high[t] - low[t]) : std::max(high[t], -low[t]);
     choice->centre[t] = asymmetric ? 0.5f * (high[t] + low[t]) : 0.0f;
@@ -230,7 +230,7 @@ void choose_token_scales(const TileLayout& layout, const float* columns, const f
       store_word(base, float_to_scale(std::min(scale_to_float(load_word(base)) * code_gain[b], kScaleMax)));
       continue;
     }
-    const float reach = static_cast<float>(1 << (band.bits - 1)) - 0.5f;
+    const float reach = outermost_level(band.bits);
     for (int t = 0; t < kPageTokens; ++t) {
       store_word(tile + band.token_low_offset + 2 * t, clamped_half(choice.centre[t] - scale[t] * reach));
     }

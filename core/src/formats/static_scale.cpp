@@ -30,7 +30,7 @@ void choose_metadata(const EncodeContext& context, std::byte* tile) {
     largest = std::max(largest, token);
     store_nibble(tile + band.token_scale_offset, t, token > 0 ? 15 : 0);
   }
-  const float own = largest / (static_cast<float>(1 << (band.bits - 1)) - 0.5f);
+  const float own = largest / outermost_level(band.bits);
   const float scale = context.static_scale > 0 ? context.static_scale : own;
   store_word(tile + band.token_base_offset, float_to_scale(std::min(scale, kScaleMax)));
 }

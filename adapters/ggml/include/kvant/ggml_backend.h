@@ -28,12 +28,10 @@ struct Options {
 
 // Registered once with ggml_backend_register(); ggml's CPU backend must be registered before the device is
 // used. Functions by name (ggml_backend_reg_get_proc_address), for programs that load the module themselves:
-//   kvant_configure    const char* (*)(const char* text)   "kv=kv4,w=256;attention=fused;isa=avx2;strict=1";
-//   null or
-//                                                          the error, valid until the next call of this
-//                                                          thread
-//   kvant_report_json  const char* (*)(void)               report_json(), valid until the next call of this
-//   thread
+//   kvant_configure    const char* (*)(const char* text)   "kv=kv4,w=256;attention=fused;isa=avx2;strict=1"
+//                      gives null, or the error
+//   kvant_report_json  const char* (*)(void)               report_json()
+// What they return is valid until the next call of this thread.
 ggml_backend_reg_t backend_reg();
 // Whether the ggml that runs is the one this was built for; the message names both versions.
 Status check_ggml();
