@@ -79,7 +79,7 @@ class Bench:
         print(f"{model}, {text}: {', '.join(caches)}", file=sys.stderr)
         start = time.time()
         command = [args.kvant, "eval", "-m", args.model[model], "-f", args.text[text], "--filler", args.filler,
-                   "--no-speed", "--json", "-c", str(args.ctx_size), "--windows", str(args.windows),
+                   "--no-speed", "--json", "-t", str(args.threads), "-c", str(args.ctx_size), "--windows", str(args.windows),
                    "--kv", ";".join(caches)]
         answer = json.loads(self.run(command, recipe))
         print(f"  {time.time() - start:.0f} s", file=sys.stderr)
@@ -154,6 +154,7 @@ def main():
     parser.add_argument("--results", required=True, help="folder where answers are kept")
     parser.add_argument("-c", "--ctx-size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--report", help="Markdown file to write (default: standard output)")
     args = parser.parse_args()
     args.model, args.text = pairs(args.model, "model"), pairs(args.text, "text")

@@ -28,6 +28,7 @@ class Bars {
   Status prefill();
   template <int kHeadDim>
   Status never_slower();
+  Status mixed_pairs();
   Status forks();
   Status encode();
 
@@ -301,6 +302,45 @@ Status Bars::never_slower() {
   return {};
 }
 
+// Keys and values of two formats against the slower of the two formats with itself: a pair without a kernel
+// of its own would show.
+Status Bars::mixed_pairs() {
+  constexpr const char* kFormats[] = {"f16", "t8", "t5", "t4", "t2", "t6-4-3-3", "c8a", "c4a", "g4"};
+  constexpr int kKeys = 200;
+  auto cache = [](const char* k, const char* v) { return fmt::format("k={},v={},w=0,s=0", k, v); };
+  for (const int threads : {1, 4}) {
+    BenchAttentionOptions o;
+    for (const char* k : kFormats) {
+      for (const char* v : kFormats) o.caches.push_back(cache(k, v));
+    }
+    o.lengths = {kKeys};
+    o.head_dim = 64;
+    o.repeats = 25;
+    o.threads = threads;
+    o.stream = false;
+    o.cancelled = o_.cancelled;
+    AttentionBench bench;
+    KVANT_RETURN_IF_ERROR(bench_attention(o, &bench));
+    double worst = 0;
+    std::string worst_pair;
+    for (const char* k : kFormats) {
+      for (const char* v : kFormats) {
+        const double alone =
+            std::max(find(bench, cache(k, k), kKeys)->seconds, find(bench, cache(v, v), kKeys)->seconds);
+        const double ratio = find(bench, cache(k, v), kKeys)->seconds / alone;
+        if (ratio <= worst) continue;
+        worst = ratio;
+        worst_pair = fmt::format("keys {}, values {}", k, v);
+      }
+    }
+    add("mixed-pairs",
+        fmt::format("keys and values of two formats against the slower alone, {} keys, {} threads", kKeys,
+                    threads),
+        worst, 1.3, fmt::format("worst of {} pairs: {}", o.caches.size(), worst_pair), true);
+  }
+  return {};
+}
+
 Status Bars::forks() {
   for (const int group : {1, 4}) {
     double seconds[2];
@@ -354,6 +394,7 @@ constexpr Group kGroups[] = {{"attention", &Bars::attention},
                              {"never-slower-96", &Bars::never_slower<96>},
                              {"never-slower-128", &Bars::never_slower<128>},
                              {"never-slower-256", &Bars::never_slower<256>},
+                             {"mixed-pairs", &Bars::mixed_pairs},
                              {"forks", &Bars::forks},
                              {"encode", &Bars::encode}};
 

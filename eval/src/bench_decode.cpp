@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "filled_cache.h"
 #include "kvant/llama_session.h"
 #include "kvant/profile.h"
 #include "peer_process.h"
@@ -10,8 +11,6 @@
 
 namespace kvant::eval {
 namespace {
-
-constexpr int kSeedTokens = 512;
 
 int context_tokens(const BenchDecodeOptions& o, int depth) {
   const int n =
@@ -36,23 +35,8 @@ class LlamaSubject : public Subject {
       : context_(std::move(context)), tokens_(tokens) {}
 
   Status fill(int depth) {
-    if (depth == 0) return {};
-    const int seed = std::min(kSeedTokens, depth);
-    KVANT_RETURN_IF_ERROR(context_->decode({tokens_.data(), static_cast<size_t>(seed)}, 0, seed));
-    llama_synchronize(context_->get());
     position_ = depth;
-    if (depth == seed) return {};
-    std::vector<uint8_t> state(llama_state_seq_get_size(context_->get(), 0));
-    if (llama_state_seq_get_data(context_->get(), state.data(), state.size(), 0) != state.size()) {
-      return {Code::kInternal, "llama.cpp gave no sequence state"};
-    }
-    const Result<std::vector<uint8_t>> filled = repeat_state(state, depth);
-    if (!filled.ok()) return filled.status();
-    context_->clear();
-    if (llama_state_seq_set_data(context_->get(), filled.value().data(), filled.value().size(), 0) == 0) {
-      return {Code::kInternal, "llama.cpp refused the repeated sequence state"};
-    }
-    return {};
+    return fill_cache(context_.get(), tokens_, depth);
   }
 
   Status steps(int n, std::vector<double>* seconds) override {

@@ -237,8 +237,9 @@ std::string to_table(const Evaluation& e, const EvaluateOptions& o, bool markdow
   }
   text += "\nB/token: bytes per token at this length, everything counted; inf: at unlimited length.";
   if (o.speed) {
-    text += fmt::format(" Speed: the model's own weights, {} tokens prefilled, then {} decoded one by one.",
-                        o.speed_tokens, o.decode_tokens);
+    text += fmt::format(
+        " Speed: the model's own weights, after {} tokens: {} decoded one by one, then {} prefilled.",
+        o.speed_tokens, o.decode_tokens, kSpeedPrefillTokens);
   }
   if (o.both_paths) {
     text += " Fused KL: attention on packed codes against decoding tiles first, and its share of mean KL.";

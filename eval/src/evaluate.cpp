@@ -113,7 +113,7 @@ double total_units(const Texts& texts, const EvaluateOptions& o) {
 }
 
 Status check_lengths(const Model& model, const Texts& texts, const EvaluateOptions& o) {
-  const int n = std::max(longest(texts), o.speed ? o.speed_tokens + o.decode_tokens : 0);
+  const int n = std::max(longest(texts), o.speed ? speed_context_tokens(o) : 0);
   const int most = model.train_context();
   if (most > 0 && n > most) {
     return {Code::kInvalidArgument,
@@ -185,9 +185,9 @@ void fill_peers(const EvaluateOptions& o, const Texts& texts, Evaluation* out) {
     (row.test == "copy" ? out->copy_scored : out->text_scored) = row.quality.n;
     if (!row.candidate.peer || !shape.ok() || passes.empty()) continue;
     fill_peer_sizes(shape.value(), static_cast<int>(passes[0].tokens.size()) - 1, &row);
-    const int n_ctx = o.speed ? o.speed_tokens + o.decode_tokens : static_cast<int>(passes[0].tokens.size());
-    row.speed.peak_bytes =
-        peer_cache_bytes(shape.value(), row.candidate, n_ctx, o.speed ? 512 : o.chunk_tokens);
+    const int n_ctx =
+        std::max(static_cast<int>(passes[0].tokens.size()), o.speed ? speed_context_tokens(o) : 0);
+    row.speed.peak_bytes = peer_cache_bytes(shape.value(), row.candidate, n_ctx, o.chunk_tokens);
   }
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kvant/bench_decode.h"
+#include "filled_cache.h"
 
 namespace kvant::eval {
 namespace {

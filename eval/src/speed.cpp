@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "filled_cache.h"
 #include "timing.h"
 
 namespace kvant::eval {
 namespace {
 
-constexpr int kStep = 512;
-constexpr int kWarmUp = 32;
+// Of progress: a prefilled token with f32 weights is one.
+constexpr double kFillUnits = 250, kPrefillUnits = 130, kStepUnits = 4;
 
 size_t resident_bytes() {
   long pages = 0, resident = 0;
@@ -24,39 +25,38 @@ size_t resident_bytes() {
 
 bool works_without_flash(const Candidate& c) { return c.peer && !ggml_is_quantized(c.type_v); }
 
-Status timed_run(Context* context, std::span<const llama_token> tokens, int decode_tokens, Progress* progress,
-                 const std::string& what, Speed* out) {
-  const int n = static_cast<int>(tokens.size());
-  // Once, so that graphs and buffers exist.
-  KVANT_RETURN_IF_ERROR(context->decode(tokens.first(std::min(n, kWarmUp)), 0, n));
-  context->clear();
-  const double start = now_seconds();
-  for (int begin = 0; begin < n; begin += kStep) {
-    if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
-    const int count = std::min(kStep, n - begin);
-    KVANT_RETURN_IF_ERROR(
-        context->decode(tokens.subspan(begin, count), begin, begin + count == n ? count - 1 : count));
-    progress->step(0.5 * count, what);
-  }
-  llama_synchronize(context->get());
-  out->prefill_tok_s = n / (now_seconds() - start);
+Status timed_run(Context* context, std::span<const llama_token> tokens, const EvaluateOptions& options,
+                 Progress* progress, const std::string& what, Speed* out) {
+  const int depth = options.speed_tokens;
+  KVANT_RETURN_IF_ERROR(fill_cache(context, tokens, depth));
+  progress->step(kFillUnits, what);
+  // The first step over a filled cache encodes all of it.
+  KVANT_RETURN_IF_ERROR(context->decode(tokens.first(1), depth, 0));
   std::vector<double> times;
-  for (int i = 0; i < decode_tokens; ++i) {
+  for (int i = 0; i < options.decode_tokens; ++i) {
     if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
     const double t = now_seconds();
-    KVANT_RETURN_IF_ERROR(context->decode(tokens.subspan(i % n, 1), n + i, 0));
+    KVANT_RETURN_IF_ERROR(context->decode(tokens.subspan(i % tokens.size(), 1), depth + 1 + i, 0));
     if (context->logits(0) == nullptr) return {Code::kInternal, "llama.cpp gave no logits"};
     times.push_back(now_seconds() - t);
-    progress->step(4, what);
+    progress->step(kStepUnits, what);
   }
   out->decode_tok_s = 1.0 / median(times);
+  const std::span<const llama_token> batch =
+      tokens.first(std::min<size_t>(kSpeedPrefillTokens, tokens.size()));
+  const double start = now_seconds();
+  KVANT_RETURN_IF_ERROR(
+      context->decode(batch, depth + 1 + options.decode_tokens, static_cast<int>(batch.size()) - 1));
+  llama_synchronize(context->get());
+  out->prefill_tok_s = static_cast<double>(batch.size()) / (now_seconds() - start);
+  progress->step(kPrefillUnits, what);
   return {};
 }
 
 Status one_setting(const Model& model, const Candidate& c, const EvaluateOptions& options,
                    std::span<const llama_token> tokens, bool flash, Progress* progress, Speed* out) {
-  ContextOptions context{.n_ctx = static_cast<int>(tokens.size()) + options.decode_tokens,
-                         .n_batch = kStep,
+  ContextOptions context{.n_ctx = speed_context_tokens(options),
+                         .n_batch = kSpeedPrefillTokens,
                          .n_threads = options.threads,
                          .n_outputs = 1,
                          .type_k = c.type_k,
@@ -68,7 +68,7 @@ Status one_setting(const Model& model, const Candidate& c, const EvaluateOptions
   Result<std::unique_ptr<Context>> made = Context::create(model, context, kvant);
   if (!made.ok()) return made.status();
   const std::string what = "speed of " + c.name + (flash ? "" : ", flash attention off");
-  KVANT_RETURN_IF_ERROR(timed_run(made.value().get(), tokens, options.decode_tokens, progress, what, out));
+  KVANT_RETURN_IF_ERROR(timed_run(made.value().get(), tokens, options, progress, what, out));
   const size_t after = resident_bytes();
   out->resident_bytes = after > before ? after - before : 0;
   out->flash_prefill = out->flash_decode = flash;
@@ -79,8 +79,12 @@ Status one_setting(const Model& model, const Candidate& c, const EvaluateOptions
 
 }  // namespace
 
+int speed_context_tokens(const EvaluateOptions& options) {
+  return options.speed_tokens + 1 + options.decode_tokens + kSpeedPrefillTokens;
+}
+
 double speed_units(const Candidate& candidate, const EvaluateOptions& options) {
-  return (0.5 * options.speed_tokens + 4.0 * options.decode_tokens) *
+  return (kFillUnits + kStepUnits * options.decode_tokens + kPrefillUnits) *
          (works_without_flash(candidate) ? 2 : 1);
 }
 

@@ -7,11 +7,13 @@
 
 namespace kvant::eval {
 
-// Prefills `tokens` in steps of 512 and decodes EvaluateOptions::decode_tokens more, one by one. llama.cpp's
-// own caches are run with flash attention on and, where their types allow it, off; the faster counts,
-// separately for both figures. Decoding is the median over tokens.
+// Fills the cache with EvaluateOptions::speed_tokens tokens (filled_cache.h), decodes decode_tokens one by
+// one, of which the median counts, and then prefills 256 in one step. llama.cpp's own caches are run with
+// flash attention on and, where their types allow it, off; the faster counts, separately for both figures.
 Status measure_speed(const Model& model, const Candidate& candidate, const EvaluateOptions& options,
                      std::span<const llama_token> tokens, Progress* progress, Speed* out);
+// Slots that it needs.
+int speed_context_tokens(const EvaluateOptions& options);
 // Units of progress that it takes.
 double speed_units(const Candidate& candidate, const EvaluateOptions& options);
 

@@ -78,7 +78,7 @@ void add_other_flags(CLI::App* app, EvalFlags* f) {
   const char* speed = "Speed";
   app->add_flag("--no-speed", f->no_speed, "no speed figures")->group(speed);
   app->add_option("--speed-depth", f->options.speed_tokens,
-                  "tokens prefilled before decoding is timed (default 2048)")
+                  "tokens in the cache when decoding and prefill are timed (default 2048)")
       ->check(whole_number(64, 1 << 24))
       ->type_name("N")
       ->group(speed);

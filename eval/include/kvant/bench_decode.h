@@ -44,8 +44,4 @@ struct DecodeRow {
 // cache, and speed does not depend on what the rows say.
 Status bench_decode(const BenchDecodeOptions& options, std::vector<DecodeRow>* out);
 
-// A sequence state of llama.cpp (one stream, no position extensions) with its cells repeated until there are
-// `tokens` of them, at positions 0 .. tokens - 1. kCorrupt: not such a state.
-Result<std::vector<uint8_t>> repeat_state(const std::vector<uint8_t>& state, int tokens);
-
 }  // namespace kvant::eval

@@ -34,7 +34,7 @@ struct EvaluateOptions {
   int filler_tokens = 2048;
   bool f32_weights = true;  // false: the model's own weights for quality, too
   bool speed = true;        // prefill and decode tok/s with the model's own weights
-  int speed_tokens = 2048;  // depth at which decoding is timed
+  int speed_tokens = 2048;  // depth at which both are timed
   int decode_tokens = 64;
   bool both_paths = false;  // quantized kvant candidates also run dequantize-first, for Row::fused_kl
   int chunk_tokens = 256;
@@ -42,6 +42,8 @@ struct EvaluateOptions {
   BootstrapOptions bootstrap;
   ggml::Options kvant;  // scheme is replaced by each candidate's
 };
+
+inline constexpr int kSpeedPrefillTokens = 256;
 
 struct Speed {
   double prefill_tok_s = 0, decode_tok_s = 0;
