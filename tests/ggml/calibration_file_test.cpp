@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,6 +78,64 @@ TEST_P(CalibrationFile, RoundTrip) {
     }
   }
   EXPECT_EQ(load_calibration(path, 7).status().code(), Code::kMismatch);
+  std::filesystem::remove(path);
+}
+
+std::string bytes_of(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Data, names, numbers, type tags: nothing that a flipped bit changes is taken for a calibration of this
+// model.
+TEST(CalibrationDamage, EveryFlippedByteIsRefused) {
+  Calibration made;
+  made.fingerprint = 0x1234567890abcdefu;
+  made.model = "a model";
+  made.layers[0].key.push_back(basis(32, 1.5f, true, true));
+  made.layers[0].value.push_back(basis(32, 2.0f, false, true));
+  const std::string path = ::testing::TempDir() + "damaged.gguf";
+  ASSERT_TRUE(save_calibration(made, path).ok());
+  const std::string whole = bytes_of(path);
+  const size_t data = whole.size() - 3 * 1024;  // both matrices and all that is before them
+  int refused = 0, corrupt = 0, read = 0;
+  for (size_t at = 0; at < whole.size(); at += at < whole.size() - data ? 1 : 61) {
+    std::string bytes = whole;
+    bytes[at] = static_cast<char>(bytes[at] ^ 0x04);
+    std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    const Result<Calibration> loaded = load_calibration(path, made.fingerprint);
+    if (loaded.ok()) {
+      ++read;
+      expect_equal(*loaded.value().layers.at(0).key.at(0), *made.layers[0].key[0]);
+      expect_equal(*loaded.value().layers.at(0).value.at(0), *made.layers[0].value[0]);
+    } else {
+      ++refused;
+      corrupt += loaded.status().code() == Code::kCorrupt ? 1 : 0;
+    }
+  }
+  // Padding, and the name of the checksum itself: files without one are read.
+  EXPECT_LT(read, refused / 4);
+  EXPECT_GT(corrupt, 50);
+  std::filesystem::remove(path);
+}
+
+TEST(CalibrationDamage, ValuesThatAreNotFiniteAreRefused) {
+  Calibration made;
+  auto bad = std::make_shared<CalibratedBasis>(*basis(32, 1.5f, true, true));
+  bad->centre[7] = std::numeric_limits<float>::quiet_NaN();
+  made.layers[0].key.push_back(bad);
+  const std::string path = ::testing::TempDir() + "not-finite.gguf";
+  ASSERT_TRUE(save_calibration(made, path).ok());
+  EXPECT_EQ(load_calibration(path, 0).status().code(), Code::kCorrupt);
+  std::filesystem::remove(path);
+}
+
+TEST(CalibrationDamage, OtherFilesAreNotCalibrations) {
+  const std::string path = ::testing::TempDir() + "other.gguf";
+  for (const char* text : {"", "GGUF", "not a model"}) {
+    std::ofstream(path) << text;
+    EXPECT_EQ(load_calibration(path, 1).status().code(), Code::kIo) << text;
+  }
   std::filesystem::remove(path);
 }
 

@@ -154,7 +154,8 @@ Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibra
     if (!resolved.ok()) {
       return {resolved.status().code(), "KVANT_KV=" + options_.scheme + ", layer " +
                                             std::to_string(layer.model_layer) + ": " +
-                                            resolved.status().message()};
+                                            resolved.status().message() +
+                                            (basis != nullptr ? " (KVANT_RECIPE=none leaves it out)" : "")};
     }
     if (options_.strict && !resolved.value().reason.empty()) {
       return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) + " would run " +

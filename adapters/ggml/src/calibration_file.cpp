@@ -1,6 +1,9 @@
 #include "kvant/calibration_file.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -54,6 +57,27 @@ std::string hex(uint64_t value) {
 
 // excess, rotated, per channel, largest.
 constexpr int kErrorWords = 4;
+constexpr const char* kChecksum = "kvant.checksum";
+
+uint64_t mix(uint64_t hash, const void* data, size_t bytes) {
+  return XXH3_64bits_withSeed(data, bytes, hash);
+}
+
+// Over everything that the file says: what it is for, and names, types, shapes and data of its tensors.
+uint64_t checksum_of(const Calibration& head, ggml_context* tensors) {
+  const uint64_t numbers[] = {head.fingerprint, head.text_hash, static_cast<uint64_t>(head.tokens)};
+  uint64_t hash = mix(0, numbers, sizeof numbers);
+  hash = mix(hash, head.model.data(), head.model.size());
+  for (ggml_tensor* t = ggml_get_first_tensor(tensors); t != nullptr; t = ggml_get_next_tensor(tensors, t)) {
+    // gguf_init_from_file puts the data of all tensors into one of its own.
+    if (std::strncmp(t->name, "kvant.", 6) != 0) continue;
+    hash = mix(hash, t->name, std::strlen(t->name));
+    hash = mix(hash, &t->type, sizeof t->type);
+    hash = mix(hash, t->ne, sizeof t->ne);
+    hash = mix(hash, t->data, ggml_nbytes(t));
+  }
+  return hash;
+}
 
 void add_error_models(ggml_context* ctx, gguf_context* file, const char* side, int layer,
                       const std::vector<std::shared_ptr<const CalibratedBasis>>& heads) {
@@ -158,6 +182,27 @@ std::vector<std::shared_ptr<const CalibratedBasis>> read_side(const SideTensors&
   return heads;
 }
 
+bool all_finite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
+}
+
+// ggml allocates what the shapes in a file ask for, and ends the process when that is more than there is.
+Status check_extent(const std::string& path) {
+  ggml_context* meta = nullptr;
+  const GgufPtr file(gguf_init_from_file(path.c_str(), {.no_alloc = true, .ctx = &meta}));
+  const GgmlPtr ctx(meta);
+  std::error_code error;
+  const uintmax_t size = std::filesystem::file_size(path, error);
+  if (!file || error) return {Code::kIo, path + ": not a readable calibration file"};
+  double bytes = 0;
+  for (ggml_tensor* t = ggml_get_first_tensor(ctx.get()); t != nullptr;
+       t = ggml_get_next_tensor(ctx.get(), t)) {
+    bytes += static_cast<double>(ggml_nbytes(t));
+  }
+  if (bytes > static_cast<double>(size)) return {Code::kIo, path + ": its tensors do not fit in the file"};
+  return {};
+}
+
 }  // namespace
 
 Result<uint64_t> model_fingerprint(const std::string& model_path) {
@@ -177,7 +222,7 @@ Result<uint64_t> model_fingerprint(const std::string& model_path) {
     in.seekg(static_cast<std::streamoff>(gguf_get_data_offset(file.get()) +
                                          gguf_get_tensor_offset(file.get(), id)));
     if (!in.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) {
-      return Status(Code::kCorrupt, model_path + ": tensor " + name + " ends early");
+      return Status(Code::kIo, model_path + ": tensor " + name + " ends early");
     }
     hash.add(layer, bytes.data(), bytes.size());
   }
@@ -234,18 +279,25 @@ Status save_calibration(const Calibration& calibration, const std::string& path)
     KVANT_RETURN_IF_ERROR(add_side(ctx.get(), file.get(), "key", layer, c.key));
     KVANT_RETURN_IF_ERROR(add_side(ctx.get(), file.get(), "value", layer, c.value));
   }
+  gguf_set_val_u64(file.get(), kChecksum, checksum_of(calibration, ctx.get()));
   std::error_code error;
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
-  const std::string temporary = path + ".tmp";
+  const std::string temporary = path + "." + std::to_string(getpid()) + ".tmp";
   if (!gguf_write_to_file(file.get(), temporary.c_str(), false)) {
+    std::filesystem::remove(temporary, error);
     return {Code::kIo, path + ": cannot be written"};
   }
   std::filesystem::rename(temporary, path, error);
-  if (error) return {Code::kIo, path + ": " + error.message()};
+  if (error) {
+    const std::string why = error.message();
+    std::filesystem::remove(temporary, error);
+    return {Code::kIo, path + ": " + why};
+  }
   return {};
 }
 
 Result<Calibration> load_calibration(const std::string& path, uint64_t expected) {
+  KVANT_RETURN_IF_ERROR(check_extent(path));
   ggml_context* data = nullptr;
   GgufPtr file(gguf_init_from_file(path.c_str(), {.no_alloc = false, .ctx = &data}));
   GgmlPtr ctx(data);
@@ -257,7 +309,7 @@ Result<Calibration> load_calibration(const std::string& path, uint64_t expected)
   };
   const int64_t version = gguf_find_key(file.get(), "kvant.version");
   if (version < 0 || gguf_get_kv_type(file.get(), version) != GGUF_TYPE_UINT32) {
-    return Status(Code::kCorrupt, path + ": not a kvant calibration");
+    return Status(Code::kIo, path + ": not a kvant calibration");
   }
   if (gguf_get_val_u32(file.get(), version) != kVersion) {
     return Status(Code::kMismatch, path + ": version " +
@@ -272,6 +324,10 @@ Result<Calibration> load_calibration(const std::string& path, uint64_t expected)
   if (model >= 0 && gguf_get_kv_type(file.get(), model) == GGUF_TYPE_STRING) {
     calibration.model = gguf_get_val_str(file.get(), model);
   }
+  if (gguf_find_key(file.get(), kChecksum) >= 0 && u64(kChecksum) != checksum_of(calibration, ctx.get())) {
+    return Status(Code::kCorrupt,
+                  path + ": damaged, its checksum does not fit; make it again with `kvant calibrate`");
+  }
   if (expected != 0 && calibration.fingerprint != expected) {
     return Status(Code::kMismatch, path + ": made for model " + hex(calibration.fingerprint) + " (" +
                                        calibration.model + "), this model is " + hex(expected));
@@ -285,7 +341,12 @@ Result<Calibration> load_calibration(const std::string& path, uint64_t expected)
     const Result<SideTensors> side = find_side(ctx.get(), t, key ? "key" : "value", layer);
     if (!side.ok()) return Status(side.status().code(), path + ": " + side.status().message());
     LayerCalibration& c = calibration.layers[layer];
-    (key ? c.key : c.value) = read_side(side.value());
+    std::vector<std::shared_ptr<const CalibratedBasis>>& heads = key ? c.key : c.value;
+    heads = read_side(side.value());
+    for (const auto& head : heads) {
+      if (all_finite(head->forward) && all_finite(head->centre)) continue;
+      return Status(Code::kCorrupt, path + ": " + t->name + " has a value that is not finite");
+    }
   }
   return calibration;
 }

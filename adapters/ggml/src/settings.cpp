@@ -46,12 +46,14 @@ Status parse_flag(std::string_view name, std::string_view value, bool* out) {
 }
 
 Status parse_limit(std::string_view name, std::string_view value, size_t* out) {
-  const bool digits = !value.empty() && value.size() <= 9 &&
-                      std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
-  const size_t mib = digits ? std::strtoull(std::string(value).c_str(), nullptr, 10) : 0;
+  const bool all_digits =
+      !value.empty() && std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
+  const size_t mib =
+      all_digits && value.size() <= 9 ? std::strtoull(std::string(value).c_str(), nullptr, 10) : 0;
   if (mib == 0) {
     return {Code::kInvalidArgument, std::string(name) + "=" + std::string(value) +
-                                        ": a number of MiB from 1 to 999999999 is needed; nearest is 1"};
+                                        ": a number of MiB from 1 to 999999999 is needed; nearest is " +
+                                        (all_digits && value.size() > 9 ? "999999999" : "1")};
   }
   *out = mib << 20;
   return {};

@@ -97,6 +97,8 @@ ggml_status stream_compute(ggml_backend_t backend, ggml_cgraph* graph) {
   ShadowGraph* shadow = find_shadow(&stream, *graph, &error);
   const ggml_status status =
       shadow != nullptr ? shadow->compute(*graph, stream.cpu, &error) : GGML_STATUS_FAILED;
+  if (error.code() == Code::kPoolExhausted)
+    error = Status(error.code(), error.message() + " (KVANT_LIMIT_MIB or --limit raises it)");
   if (!error.ok()) {
     keep_error(error);
     say_error(&stream, error.message());

@@ -6,6 +6,7 @@
 // and kvant.centre.<layer> of shape [key_dim, heads] (f32). Beside them, f32, what quantization is expected
 // to cost (ErrorModel): kvant.{key,value}_spectrum.<layer> [dim, heads] and kvant.{key,value}_error.<layer>
 // [4, heads] = excess, rotated, per channel, largest. Files without those are read; their heads never escape.
+// kvant.checksum: XXH3-64 over all of that; files of earlier builds have none and are read unchecked.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,8 @@ std::string cache_home();
 std::string calibration_path(uint64_t fingerprint);
 
 Status save_calibration(const Calibration& calibration, const std::string& path);
-// kIo: cannot be read; kCorrupt; kMismatch: made for another fingerprint (unless `expected` is 0) or version.
+// kIo: cannot be read, or is no calibration; kCorrupt: damaged; kMismatch: made for another fingerprint
+// (unless `expected` is 0) or version.
 Result<Calibration> load_calibration(const std::string& path, uint64_t expected);
 
 }  // namespace kvant::ggml
