@@ -48,7 +48,8 @@ TEST(WindowCases, C20SinkTokenStaysExact) {
   }
 }
 
-TEST(WindowCases, C20SinksSurviveSealingCopyAndRestore) {
+// Restored sinks: SlotCache.WriteRowsRestoresWhatReadRowsSaved, SlotTable.Restored*.
+TEST(WindowCases, C20SinksSurviveSealingAndCopy) {
   Engine engine({.scheme = "k=t4,v=t4,w=64,s=70", .n_streams = 3}, test::random_content(2, 30.0f));
   engine.append(0, 0, 0, 300, 50);
   auto expect_exact = [&](int stream, int tokens) {
