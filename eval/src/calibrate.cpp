@@ -313,7 +313,10 @@ void add_layer(int layer, const LayerMoments& m, const OutputWeights& output, do
 
 Result<CalibrationResult> calibrate(const CalibrateOptions& options) {
   if (options.window_tokens < 256 || options.tokens < options.window_tokens) {
-    return Status(Code::kInvalidArgument, "calibration tokens: at least one window of 256 tokens is needed");
+    return Status(Code::kInvalidArgument, "--tokens " + std::to_string(options.tokens) +
+                                              " is less than one --window of " +
+                                              std::to_string(options.window_tokens) + "; nearest is " +
+                                              std::to_string(std::max(options.window_tokens, 256)));
   }
   const Result<uint64_t> fingerprint = ggml::model_fingerprint(options.model_path);
   if (!fingerprint.ok()) return fingerprint.status();

@@ -190,7 +190,26 @@ Result<ModelShape> read_model_shape(const std::string& path) {
   return shape;
 }
 
+// Figures beyond this would not fit their integers: tables and scratch memory add less than 16 bytes per
+// byte.
+constexpr double kMostBytes = 0x1p58;
+
+Status check_size(const ModelShape& shape, const PlanOptions& options) {
+  double values = 0;
+  for (const ShapeLayer& layer : shape.layers) {
+    values += static_cast<double>(layer.shape.n_kv_heads) * (layer.shape.key_dim + layer.shape.value_dim);
+  }
+  const double tokens = static_cast<double>(full_slots(options.context)) * options.sequences;
+  if (2 * values * tokens <= kMostBytes) return {};
+  return {
+      Code::kOutOfRange,
+      "--ctx-size " + std::to_string(options.context) + " with " + std::to_string(options.sequences) +
+          " sequences is more than 2^58 bytes of f16 rows; the nearest --ctx-size is " +
+          std::to_string(static_cast<int64_t>(kMostBytes / (2 * values) / options.sequences) / 256 * 256)};
+}
+
 Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
+  KVANT_RETURN_IF_ERROR(check_size(shape, options));
   Result<Scheme> scheme = parse_scheme(options.scheme, options.calibration != nullptr);
   if (!scheme.ok()) return scheme.status();
   Plan plan;

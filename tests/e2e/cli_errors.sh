@@ -51,6 +51,9 @@ refuse 2 "w= is given twice" run -m "$model" -p x --kv kv4,w=9 --window 8
 refuse 2 "nearest is q8_0" run -m "$model" -p x --kv llama:q8
 refuse 2 "--ctx-size 999999: the model was trained for" run -m "$model" -p x -c 999999
 refuse 2 "the prompt is empty" run -m "$model" -f /dev/null
+refuse 2 "the prompt is empty" run -m "$model" -p ""
+refuse 4 "more than 256 MiB" run -m "$model" -f /dev/zero
+refuse 3 "--window: llama:q8_0 is llama.cpp's own cache" run -m "$model" -p x --kv llama:q8_0 --window 5
 refuse 2 "is listed twice" eval -m "$model" -f text.txt --kv kv4,kv8,kv4
 refuse 2 "--kv: no cache is listed" eval -m "$model" -f text.txt --kv ,
 refuse 2 "--tests: 'copies' is none of" eval -m "$model" -f text.txt --tests copies
@@ -61,17 +64,55 @@ refuse 2 "no position lies beyond the exact window + 512; the nearest that works
 refuse 2 "--layers is needed" plan --head-dim 64
 refuse 2 "give one or the other" plan -m "$model" --layers 3
 refuse 2 "--head-dim: 20 is not in 32 to 256; nearest is 32" plan --layers 2 --kv-heads 1 --head-dim 20
+refuse 2 "--value-dim 36: head sizes are multiples of 8; nearest is 40" \
+  plan --layers 2 --kv-heads 1 --head-dim 64 --value-dim 36
+refuse 2 "--query-heads 3: not a multiple of --kv-heads 2; nearest is 4" \
+  plan --layers 2 --kv-heads 2 --query-heads 3 --head-dim 64
+refuse 2 "nearest --ctx-size is 67108864" \
+  plan --layers 4096 --kv-heads 1024 --head-dim 256 -c 268435456 --kv kv4
 refuse 2 "--head-dim 100: head sizes are multiples of 8; nearest is 104" formats --head-dim 100
 refuse 2 "nearest registered name is" formats --explain t9
 refuse 2 "--side: 'keys' is none of key, value; nearest is key" formats --explain t4 --side keys
 refuse 2 "--kind: 'bias' is none of" testmodel --kind bias -o m.gguf
 refuse 2 "--kv-heads 3 does not divide --heads 4; nearest is 2" testmodel --kv-heads 3 -o m.gguf
 refuse 4 "cannot be written" testmodel -o /nowhere/m.gguf
+refuse 2 "--output: the name of a file is needed" testmodel -o ""
+refuse 2 "--tokens 256 is less than one --window of 2048; nearest is 2048" \
+  calibrate -m "$model" -f text.txt --tokens 256 -o calibration.gguf
 refuse 5 "does not fit in the memory limit of 1048576 bytes" run -m "$model" -p x --limit 1
 "$kvant" testmodel --kind shapes --head-dim 36 -o odd.gguf
 refuse 3 "head size 36" run -m odd.gguf -p x --strict
+"$kvant" testmodel --kind shapes -o small.gguf
 refuse 3 "the nearest is 40" plan -m odd.gguf
+refuse 4 "small.gguf: not a kvant calibration" run -m small.gguf -p x --recipe small.gguf
+head -c 100000 small.gguf >cut.gguf
+refuse 4 "ends early" plan -m cut.gguf
+
+# What is read is not written.
+cp small.gguf copy.gguf
+refuse 2 "--output copy.gguf is the file of --model" testmodel --kind planted -m copy.gguf -o copy.gguf
+refuse 2 "--output ./copy.gguf is the file of --model" calibrate -m copy.gguf -f text.txt -o ./copy.gguf
+refuse 2 "--output text.txt is the file of --file" calibrate -m copy.gguf -f text.txt -o text.txt
+cmp small.gguf copy.gguf || failed=$((failed + 1))
+
+# Output that goes nowhere is an error; names need not be UTF-8.
+checks=$((checks + 3))
+code=0
+"$kvant" formats >/dev/full 2>err.txt || code=$?
+if [ "$code" -ne 4 ] || ! grep -q "output cannot be written" err.txt; then
+  echo "formats to a full disk: exit $code"
+  failed=$((failed + 1))
+fi
+cp small.gguf $'n\xff.gguf'
+"$kvant" plan -m $'n\xff.gguf' --json | python3 -m json.tool >/dev/null || failed=$((failed + 1))
+KVANT_ATTENTION=dequant "$kvant" env --attention fused --recipe none >env.txt
+if ! grep -qx "export KVANT_RECIPE=none" env.txt || ! grep -qx "export KVANT_ATTENTION=fused" env.txt; then
+  echo "env leaves out options:"
+  cat env.txt
+  failed=$((failed + 1))
+fi
 export KVANT_KV=kv99
+refuse 2 "KVANT_KV: " env
 refuse 2 "nearest is kv" env
 unset KVANT_KV
 export KVANT_STRICT=maybe

@@ -10,8 +10,9 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
-#include <sstream>
+#include <nlohmann/json.hpp>
 #include <thread>
 
 #include "kvant/candidate.h"
@@ -167,7 +168,17 @@ Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<st
   return {};
 }
 
-Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags) {
+std::string first_kvant_flag(const CacheFlags& flags) {
+  if (flags.window >= 0) return "--window";
+  if (flags.sinks >= 0) return "--sinks";
+  if (!flags.attention.empty()) return "--attention";
+  if (!flags.isa.empty()) return "--isa";
+  if (!flags.recipe.empty()) return "--recipe";
+  if (flags.strict) return "--strict";
+  return flags.limit_mib > 0 ? "--limit" : "";
+}
+
+Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags, const char* shown) {
   std::string text = scheme;
   if (flags.window >= 0) text += fmt::format(",w={}", flags.window);
   if (flags.sinks >= 0) text += fmt::format(",s={}", flags.sinks);
@@ -180,18 +191,43 @@ Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlag
     const std::string best = eval::nearest(name, names);
     if (best != name) hint = "; nearest is " + best;
   }
-  return Status(parsed.status().code(), "--kv: " + parsed.status().message() + hint);
+  return Status(parsed.status().code(), std::string(shown) + ": " + parsed.status().message() + hint);
 }
 
 Result<std::string> read_file(const std::string& path) {
+  constexpr size_t kMost = size_t{256} << 20, kPiece = size_t{1} << 16;
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (!(text << file.rdbuf())) {
-    if (file.is_open() && file.peek() == std::ifstream::traits_type::eof() && !file.bad())
-      return std::string();
-    return Status(Code::kIo, path + " cannot be read");
+  std::string text;
+  for (size_t got = kPiece; file && got > 0;) {
+    const size_t at = text.size();
+    text.resize(at + kPiece);
+    file.read(text.data() + at, kPiece);
+    got = static_cast<size_t>(file.gcount());
+    text.resize(at + got);
+    if (text.size() > kMost) return Status(Code::kIo, path + " has more than 256 MiB of text");
   }
-  return text.str();
+  if (!file.is_open() || file.bad()) return Status(Code::kIo, path + " cannot be read");
+  return text;
+}
+
+bool same_file(const std::string& a, const std::string& b) {
+  std::error_code error;
+  return std::filesystem::equivalent(a, b, error) && !error;
+}
+
+Status check_output(const std::string& output,
+                    std::initializer_list<std::pair<const char*, std::string>> inputs) {
+  for (const auto& [option, path] : inputs) {
+    if (output.empty() || path.empty() || !same_file(output, path)) continue;
+    return {Code::kInvalidArgument,
+            fmt::format("--output {} is the file of {} and would be lost; name another", output, option)};
+  }
+  return {};
+}
+
+void write_json(const nlohmann::json& json) {
+  const std::string text = json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::printf("%s\n", text.c_str());
 }
 
 void catch_interrupt() {

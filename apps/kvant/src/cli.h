@@ -3,7 +3,10 @@
 
 #include <CLI/CLI.hpp>
 #include <functional>
+#include <initializer_list>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "exit_codes.h"
@@ -52,9 +55,22 @@ void add_cache_flags(CLI::App* app, CacheFlags* flags);
 // Options with everything but the scheme set. `overridden`: a line for each variable that a flag overrides.
 Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<std::string>* overridden);
 // `scheme` with --window and --sinks applied. Unknown names: the nearest registered one is named.
-Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags);
+// `shown`: where the scheme comes from, for messages.
+Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags,
+                                      const char* shown = "--kv");
+// The first of --window, --sinks, --attention, --recipe, --strict and --limit that is given; else empty.
+std::string first_kvant_flag(const CacheFlags& flags);
 
+// Whole; at most 256 MiB.
 Result<std::string> read_file(const std::string& path);
+// Both name the same file.
+bool same_file(const std::string& a, const std::string& b);
+// A file that is read must not be written: kInvalidArgument names both options.
+Status check_output(const std::string& output,
+                    std::initializer_list<std::pair<const char*, std::string>> inputs);
+
+// Names of files and models need not be UTF-8; the JSON is.
+void write_json(const nlohmann::json& json);
 
 // Ctrl-C: the first sets a flag, the second ends the process.
 void catch_interrupt();

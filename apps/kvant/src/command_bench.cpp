@@ -68,7 +68,7 @@ void print_json(const eval::AttentionBench& bench, const eval::BenchAttentionOpt
   const nlohmann::json out = {{"version", 1},         {"isa", bench.isa},
                               {"threads", o.threads}, {"stream_gb_per_s", bench.stream_gigabytes_per_s},
                               {"command", repro(o)},  {"rows", rows}};
-  std::printf("%s\n", out.dump(2).c_str());
+  write_json(out);
 }
 
 void print_table(const eval::AttentionBench& bench, const eval::BenchAttentionOptions& o) {
@@ -146,7 +146,7 @@ void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f
     }
     const nlohmann::json out = {
         {"version", 1}, {"threads", f.options.threads}, {"command", repro(f)}, {"rows", list}};
-    std::printf("%s\n", out.dump(2).c_str());
+    write_json(out);
     return;
   }
   std::printf(
@@ -268,7 +268,7 @@ void print_bars(const std::vector<eval::BarRow>& rows, const BarsFlags& f) {
                                 {"threads", f.options.threads},
                                 {"command", repro(f)},
                                 {"rows", list}};
-    std::printf("%s\n", out.dump(2).c_str());
+    write_json(out);
     return;
   }
   std::printf(

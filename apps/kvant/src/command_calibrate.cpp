@@ -71,7 +71,7 @@ void print_json(const eval::CalibrationResult& made, const std::string& path, do
                               {"seconds", seconds},
                               {"outliers", outliers},
                               {"errors", heads}};
-  std::printf("%s\n", out.dump(2).c_str());
+  write_json(out);
 }
 
 void print_outliers(const std::vector<eval::OutlierChannel>& outliers) {
@@ -114,6 +114,9 @@ void print_escapes(const ggml::Calibration& calibration) {
 }
 
 int do_calibrate(CalibrateFlags* f) {
+  const Status output =
+      check_output(f->output, {{"--model", f->options.model_path}, {"--file", f->text_path}});
+  if (!output.ok()) return fail(output);
   const Result<std::string> text = read_file(f->text_path);
   if (!text.ok()) return fail(text.status());
   const Status backends = eval::init_backends();

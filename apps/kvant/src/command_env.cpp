@@ -38,7 +38,8 @@ int do_env(const EnvFlags& f) {
   ggml::Options options;
   std::vector<std::string> overridden;
   if (Status status = cache_options(f.cache, &options, &overridden); !status.ok()) return fail(status);
-  Result<std::string> scheme = scheme_with_flags(f.kv.empty() ? options.scheme : f.kv, f.cache);
+  Result<std::string> scheme = f.kv.empty() ? scheme_with_flags(options.scheme, f.cache, "KVANT_KV")
+                                            : scheme_with_flags(f.kv, f.cache);
   if (!scheme.ok()) return fail(scheme.status());
   std::error_code error;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -51,8 +52,11 @@ int do_env(const EnvFlags& f) {
                                                                 {"LLAMA_ARG_DEVICE", "KVANT"},
                                                                 {"LLAMA_ARG_FLASH_ATTN", "on"},
                                                                 {"KVANT_KV", scheme.value()}};
-  if (options.attention == AttentionPath::kDequantize) variables.emplace_back("KVANT_ATTENTION", "dequant");
+  const bool dequant = options.attention == AttentionPath::kDequantize;
+  if (dequant || !f.cache.attention.empty())
+    variables.emplace_back("KVANT_ATTENTION", dequant ? "dequant" : "fused");
   if (!options.isa.empty()) variables.emplace_back("KVANT_ISA", options.isa);
+  if (!options.recipe.empty()) variables.emplace_back("KVANT_RECIPE", options.recipe);
   if (options.strict) variables.emplace_back("KVANT_STRICT", "1");
   if (options.limit_bytes != SIZE_MAX)
     variables.emplace_back("KVANT_LIMIT_MIB", std::to_string(options.limit_bytes >> 20));
@@ -61,7 +65,7 @@ int do_env(const EnvFlags& f) {
     json[name] = value;
     if (!f.json) std::printf("export %s=%s\n", name.c_str(), quoted(value).c_str());
   }
-  if (f.json) std::printf("%s\n", nlohmann::json{{"version", 1}, {"environment", json}}.dump(2).c_str());
+  if (f.json) write_json({{"version", 1}, {"environment", json}});
   return kOk;
 }
 

@@ -1,6 +1,7 @@
 // kvant plan: bytes of a cache before anything is loaded.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -51,6 +52,17 @@ Result<eval::ModelShape> shape_of(const PlanFlags& f) {
                          .n_kv_heads = f.kv_heads,
                          .key_dim = f.head_dim,
                          .value_dim = f.value_dim > 0 ? f.value_dim : f.head_dim};
+  for (const auto& [name, dim] : {std::pair{"--head-dim", layer.key_dim}, {"--value-dim", layer.value_dim}}) {
+    if (dim % 8 == 0) continue;
+    return Status(Code::kInvalidArgument, fmt::format("{} {}: head sizes are multiples of 8; nearest is {}",
+                                                      name, dim, (dim + 4) / 8 * 8));
+  }
+  if (layer.n_query_heads % f.kv_heads != 0) {
+    const int nearest = std::max(1, (2 * layer.n_query_heads + f.kv_heads) / (2 * f.kv_heads)) * f.kv_heads;
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--query-heads {}: not a multiple of --kv-heads {}; nearest is {}",
+                              layer.n_query_heads, f.kv_heads, nearest));
+  }
   shape.layers.assign(f.layers, {.shape = layer});
   return shape;
 }
@@ -127,7 +139,7 @@ int do_plan(const PlanFlags& f) {
                               {"ctx_size", f.options.context},
                               {"sequences", f.options.sequences},
                               {"plans", plans}};
-    std::printf("%s\n", j.dump(2).c_str());
+    write_json(j);
     return kOk;
   }
   std::printf("%s, %zu layers with a cache, %d sequences of %d tokens; f16 rows alone: %s bytes.\n\n",

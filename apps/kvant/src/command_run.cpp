@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <iostream>
 #include <memory>
+#include <optional>
 
 #include "chat.h"
 #include "cli.h"
@@ -17,7 +18,8 @@ namespace kvant::cli {
 namespace {
 
 struct RunFlags {
-  std::string model, prompt, file, kv, system;
+  std::string model, file, kv, system;
+  std::optional<std::string> prompt;
   CacheFlags cache;
   GenerateOptions generate;
   int context = 4096;
@@ -47,14 +49,21 @@ Status read_settings(const RunFlags& f, Settings* s) {
     s->overridden.push_back(fmt::format("KVANT_KV={} is overridden by --kv {}", kv, f.kv));
   }
   const std::string wanted = f.kv.empty() ? s->kvant.scheme : f.kv;
+  const char* source = f.kv.empty() ? "KVANT_KV" : "--kv";
   std::string text = wanted;
-  if (!wanted.starts_with("llama:")) {
-    Result<std::string> scheme = scheme_with_flags(wanted, f.cache);
+  if (wanted.starts_with("llama:")) {
+    if (const std::string flag = first_kvant_flag(f.cache); !flag.empty()) {
+      return {Code::kUnsupported,
+              fmt::format("{}: {} is llama.cpp's own cache and has no such option", flag, wanted)};
+    }
+  } else {
+    Result<std::string> scheme = scheme_with_flags(wanted, f.cache, source);
     if (!scheme.ok()) return scheme.status();
     text = scheme.value();
   }
   Result<eval::Candidate> candidate = eval::parse_candidate(text);
-  if (!candidate.ok()) return {candidate.status().code(), "--kv: " + candidate.status().message()};
+  if (!candidate.ok())
+    return {candidate.status().code(), std::string(source) + ": " + candidate.status().message()};
   s->candidate = std::move(candidate.value());
   s->kvant.scheme = s->candidate.scheme;
   return {};
@@ -183,20 +192,20 @@ Status chat_loop(const RunFlags& f, Session* session, Chat* chat, std::string* a
 }
 
 Status generate(const RunFlags& f, Session* session, Chat* chat, std::string* all) {
-  std::string prompt = f.prompt;
+  std::string prompt = f.prompt.value_or("");
   if (!f.file.empty()) {
     Result<std::string> text = read_file(f.file);
     if (!text.ok()) return text.status();
     prompt += text.value();
   }
-  if (prompt.empty() && f.prompt.empty() && f.file.empty()) return chat_loop(f, session, chat, all);
+  if (!f.prompt && f.file.empty()) return chat_loop(f, session, chat, all);
   if (prompt.empty()) return {Code::kInvalidArgument, "the prompt is empty"};
   if (f.chat) {
     Result<std::string> turn = chat->user(prompt);
     if (!turn.ok()) return turn.status();
     prompt = turn.value();
   } else if (!f.json) {
-    std::fputs(prompt.c_str(), stdout);
+    std::fwrite(prompt.data(), 1, prompt.size(), stdout);
     std::fflush(stdout);
   }
   KVANT_RETURN_IF_ERROR(take_turn(session, prompt, f.chat, !f.json, all));
@@ -238,9 +247,7 @@ int do_run(const RunFlags& f) {
   std::string text;
   const Status status = generate(f, &session, &chat, &text);
   if (f.json) {
-    std::printf("%s\n", summary_json(f, settings, session, text)
-                            .dump(2, ' ', false, nlohmann::json::error_handler_t::replace)
-                            .c_str());
+    write_json(summary_json(f, settings, session, text));
   }
   std::fflush(stdout);
   if (!f.json) print_summary(f, settings, session);

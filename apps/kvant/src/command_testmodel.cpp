@@ -33,6 +33,10 @@ constexpr char kFooter[] =
 
 int do_testmodel(TestModelFlags* f) {
   using eval::TestModelKind;
+  if (f->options.path.empty())
+    return fail({Code::kInvalidArgument, "--output: the name of a file is needed"});
+  const Status output = check_output(f->options.path, {{"--model", f->options.tokenizer_from}});
+  if (!output.ok()) return fail(output);
   f->options.kind = f->kind == "key-bias"  ? TestModelKind::kKeyBias
                     : f->kind == "planted" ? TestModelKind::kPlanted
                                            : TestModelKind::kShapes;

@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <string>
 #include <vector>
@@ -118,7 +120,12 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return kvant::cli::run(argc, argv);
+    const int code = kvant::cli::run(argc, argv);
+    errno = 0;
+    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    std::fprintf(stderr, "kvant: the output cannot be written%s%s\n", errno != 0 ? ": " : "",
+                 errno != 0 ? std::strerror(errno) : "");
+    return code == kvant::cli::kOk ? kvant::cli::kBadFile : code;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kvant: internal error: %s\n", error.what());
     return kvant::cli::kFailed;
