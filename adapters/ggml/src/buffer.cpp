@@ -33,7 +33,7 @@ size_t offset_in_base(const ggml_tensor* tensor, size_t offset) {
 void keep_error(const CacheTensor& tensor, const Status& status) {
   if (status.ok()) return;
   print_error(status.message());
-  tensor.state->set_broken(status.message());
+  tensor.state->set_broken(status);
 }
 
 void buffer_free(ggml_backend_buffer_t buffer) {

@@ -359,7 +359,7 @@ bool CacheState::copy_stream(const CacheTensor& tensor, size_t from_offset, size
 
 void CacheState::clear() {
   batch_slots_.clear();
-  broken_.clear();
+  broken_ = {};
   for (CacheLayer& layer : layers_) {
     for (std::vector<bool>& staged : layer.staged) staged.clear();
   }

@@ -100,9 +100,10 @@ class CacheState {
                    Status* status);
   void clear();
 
-  // A position shift that was refused leaves positions and keys apart: nothing runs until clear().
-  void set_broken(std::string why) { broken_ = std::move(why); }
-  const std::string& broken() const { return broken_; }
+  // After a position shift or a restore that was refused, positions and keys differ: nothing runs until
+  // clear().
+  void set_broken(Status why) { broken_ = std::move(why); }
+  const Status& broken() const { return broken_; }
 
   CacheReport report() const;
   void reset_counters();
@@ -128,7 +129,7 @@ class CacheState {
   std::vector<int64_t> batch_slots_;
   std::vector<bool> batch_written_;  // [layer][side]
   std::vector<uint16_t> row_;        // one row, for ranges that cut rows
-  std::string broken_;
+  Status broken_;
   mutable std::mutex mutex_;  // creation and closing against report()
   bool closed_ = false;
   CacheReport last_report_;  // once closed

@@ -80,7 +80,7 @@ Status refuse_node(const ggml_tensor* node, const CacheTensor& cached) {
         "a position shift of the cache (context shift, llama_memory_seq_add) is not supported; positions "
         "and keys no longer agree, so nothing runs until the cache is cleared. Run with --no-context-shift "
         "or a larger -c";
-    cached.state->set_broken(why);
+    cached.state->set_broken({Code::kUnsupported, why});
     return {Code::kUnsupported, std::move(why)};
   }
   if (layer_of(cached).kind == LayerKind::kUnseen) {
@@ -133,7 +133,7 @@ Result<std::unique_ptr<ShadowGraph>> ShadowGraph::build(const ggml_cgraph& graph
     }
   }
   for (const auto& use : shadow->uses_) {
-    if (!use->state->broken().empty()) return Status(Code::kUnsupported, use->state->broken());
+    if (!use->state->broken().ok()) return use->state->broken();
     if (use->state->created()) continue;
     KVANT_RETURN_IF_ERROR(
         use->state->create_cache(n_threads, graph_fingerprint(const_cast<ggml_cgraph*>(&graph))));
@@ -344,8 +344,8 @@ Status ShadowGraph::start_groups(int first_node) {
 
 ggml_status ShadowGraph::compute(const ggml_cgraph& graph, const CpuStream& cpu, Status* error) {
   for (const auto& use : uses_) {
-    if (!use->state->broken().empty()) {
-      *error = {Code::kUnsupported, use->state->broken()};
+    if (!use->state->broken().ok()) {
+      *error = use->state->broken();
       return GGML_STATUS_FAILED;
     }
   }
