@@ -2,6 +2,7 @@
 
 #include <Eigen/Dense>
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -309,6 +310,18 @@ void add_layer(int layer, const LayerMoments& m, const OutputWeights& output, do
   }
 }
 
+Status check_finite(const std::vector<std::shared_ptr<const CalibratedBasis>>& heads, Side side, int layer) {
+  const auto finite = [](const std::vector<float>& x) {
+    return std::all_of(x.begin(), x.end(), [](float v) { return std::isfinite(v); });
+  };
+  for (size_t h = 0; h < heads.size(); ++h) {
+    if (finite(heads[h]->forward) && finite(heads[h]->centre) && finite(heads[h]->error.spectrum)) continue;
+    return {Code::kBadValue, std::string("NaN or Inf in a ") + side_name(side) + " of layer " +
+                                 std::to_string(layer) + ", KV head " + std::to_string(h)};
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<CalibrationResult> calibrate(const CalibrateOptions& options) {
@@ -348,6 +361,10 @@ Result<CalibrationResult> calibrate(const CalibrateOptions& options) {
   for (auto& [layer, m] : collector.layers()) {
     if (m.key_dim > kMaxHeadDim || m.value_dim > kMaxHeadDim) continue;
     add_layer(layer, m, output, options.ridge, &result);
+    for (const Side side : {Side::kKey, Side::kValue}) {
+      const LayerCalibration& made = calibration.layers.at(layer);
+      KVANT_RETURN_IF_ERROR(check_finite(side == Side::kKey ? made.key : made.value, side, layer));
+    }
   }
   if (calibration.layers.empty()) {
     return Status(Code::kUnsupported,

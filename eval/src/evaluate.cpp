@@ -27,9 +27,9 @@ bool any_kvant(const std::vector<Candidate>& candidates) {
   return std::any_of(candidates.begin(), candidates.end(), [](const Candidate& c) { return !c.peer; });
 }
 
-Status too_short(const char* what, size_t have, size_t need) {
+Status too_short(const char* what, size_t have, size_t need, const std::string& smaller) {
   return {Code::kInvalidArgument, std::string(what) + " has " + std::to_string(have) + " tokens; " +
-                                      std::to_string(need) + " are needed"};
+                                      std::to_string(need) + " are needed: " + smaller};
 }
 
 struct Texts {
@@ -40,7 +40,12 @@ struct Texts {
 Status make_text_passes(const Model& model, const EvaluateOptions& o, const std::vector<llama_token>& tokens,
                         int first_scored, Texts* out) {
   const size_t need = static_cast<size_t>(o.window_tokens) * o.windows;
-  if (tokens.size() < need) return too_short("the text", tokens.size(), need);
+  if (tokens.size() < need) {
+    const size_t windows = tokens.size() / o.window_tokens;
+    return too_short("the text", tokens.size(), need,
+                     windows > 0 ? "the nearest --windows is " + std::to_string(windows)
+                                 : "the nearest --ctx-size is " + std::to_string(tokens.size()));
+  }
   if (first_scored > o.window_tokens - 2) {
     return {Code::kInvalidArgument,
             "--ctx-size " + std::to_string(o.window_tokens) +
@@ -65,8 +70,13 @@ Status make_copy_pass(const Model& model, const EvaluateOptions& o, const std::v
   std::vector<llama_token> other =
       o.filler.empty() ? tokens : model.tokenize(o.filler, /*add_special=*/false, /*parse_special=*/false);
   const size_t need = o.filler.empty() ? passage + filler : passage;
-  if (tokens.size() < need) return too_short("the text", tokens.size(), need);
-  if (other.size() < filler) return too_short("the other text (--filler)", other.size(), filler);
+  if (tokens.size() < need) {
+    return too_short("the text", tokens.size(), need, "use a smaller --passage or --filler-tokens");
+  }
+  if (other.size() < filler) {
+    return too_short("the other text (--filler)", other.size(), filler,
+                     "the nearest --filler-tokens is " + std::to_string(other.size()));
+  }
   Pass pass;
   pass.tokens.assign(tokens.begin(), tokens.begin() + static_cast<int64_t>(passage));
   // Without other text: the end of the same text.
@@ -87,7 +97,7 @@ Status make_texts(const Model& model, const EvaluateOptions& o, Evaluation* resu
   if (o.text_test) KVANT_RETURN_IF_ERROR(make_text_passes(model, o, tokens, result->first_scored, out));
   if (o.copy_test) KVANT_RETURN_IF_ERROR(make_copy_pass(model, o, tokens, out));
   if (o.speed) {
-    if (tokens.empty()) return too_short("the text", 0, 1);
+    if (tokens.empty()) return too_short("the text", 0, 1, "name another --file");
     for (int i = 0; i < o.speed_tokens; ++i) out->speed.push_back(tokens[i % tokens.size()]);
   }
   return {};

@@ -58,7 +58,9 @@ refuse 2 "is listed twice" eval -m "$model" -f text.txt --kv kv4,kv8,kv4
 refuse 2 "--kv: no cache is listed" eval -m "$model" -f text.txt --kv ,
 refuse 2 "--tests: 'copies' is none of" eval -m "$model" -f text.txt --tests copies
 refuse 2 "--weights: 'f16' is none of f32, native" eval -m "$model" -f text.txt --weights f16
-refuse 2 "the text has" eval -m "$model" -f text.txt --kv kv4 --weights native
+refuse 2 "--max-kl judges kvant's caches" eval -m "$model" -f text.txt --kv llama:q8_0 --max-kl 0.1
+refuse 2 "--filler /dev/null is empty" eval -m "$model" -f text.txt --filler /dev/null
+refuse 2 "are needed: the nearest --ctx-size is" eval -m "$model" -f text.txt --kv kv4 --weights native
 refuse 2 "no position lies beyond the exact window + 512; the nearest that works is 642" \
   eval -m "$model" -f "$KVANT_TEXT_DIR/evaluation.txt" --kv kv4 --weights native -c 256 --tests text
 refuse 2 "--layers is needed" plan --head-dim 64
@@ -84,7 +86,17 @@ refuse 5 "does not fit in the memory limit of 1048576 bytes" run -m "$model" -p 
 refuse 3 "head size 36" run -m odd.gguf -p x --strict
 "$kvant" testmodel --kind shapes -o small.gguf
 refuse 3 "the nearest is 40" plan -m odd.gguf
+refuse 5 "do not fit in the memory limit of 4194304 bytes" bench decode -m small.gguf --kv kv4 --depths 4096 --limit 4 \
+  --rounds 1 --prefill 0
 refuse 4 "small.gguf: not a kvant calibration" run -m small.gguf -p x --recipe small.gguf
+python3 - <<'PYTHON'
+data = bytearray(open("small.gguf", "rb").read())
+middle = len(data) // 8 * 4
+data[middle : middle + 4096] = b"\x00\x00\xc0\x7f" * 1024
+open("nan.gguf", "wb").write(data)
+PYTHON
+refuse 9 "NaN or Inf in" run -m nan.gguf -p "hello world"
+refuse 9 "NaN or Inf in" calibrate -m nan.gguf -f "$KVANT_TEXT_DIR/evaluation.txt" --tokens 2048 -o nan-calibration.gguf
 head -c 100000 small.gguf >cut.gguf
 refuse 4 "ends early" plan -m cut.gguf
 
@@ -103,6 +115,13 @@ if [ "$code" -ne 4 ] || ! grep -q "output cannot be written" err.txt; then
   echo "formats to a full disk: exit $code"
   failed=$((failed + 1))
 fi
+python3 - <<'PYTHON'
+data = open("small.gguf", "rb").read()
+open("name.gguf", "wb").write(data.replace(b"random weights", b"\xffandom weights", 1))
+PYTHON
+checks=$((checks + 1))
+"$kvant" eval -m name.gguf -f "$KVANT_TEXT_DIR/evaluation.txt" --weights native --kv kv4 --tests text -c 1024 --no-speed \
+  --json | python3 -m json.tool >/dev/null || failed=$((failed + 1))
 cp small.gguf $'n\xff.gguf'
 "$kvant" plan -m $'n\xff.gguf' --json | python3 -m json.tool >/dev/null || failed=$((failed + 1))
 KVANT_ATTENTION=dequant "$kvant" env --attention fused --recipe none >env.txt

@@ -1,6 +1,7 @@
 // kvant eval: caches compared on a model and a text.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -142,6 +143,11 @@ Status read_candidates(EvalFlags* f) {
   if (f->options.candidates.empty()) {
     return {Code::kInvalidArgument, std::string("--kv: no cache is listed; for example ") + kDefaultCaches};
   }
+  const bool judged = std::any_of(f->options.candidates.begin(), f->options.candidates.end(),
+                                  [](const eval::Candidate& c) { return !c.peer; });
+  if (f->max_kl >= 0 && !judged) {
+    return {Code::kInvalidArgument, "--max-kl judges kvant's caches, and --kv lists none; for example kv4"};
+  }
   if (f->legs) f->options.candidates = eval::with_legs(f->options.candidates);
   return {};
 }
@@ -164,6 +170,7 @@ Status prepare(EvalFlags* f, std::vector<std::string>* overridden) {
   if (!f->filler.empty()) {
     Result<std::string> filler = read_file(f->filler);
     if (!filler.ok()) return filler.status();
+    if (filler.value().empty()) return {Code::kInvalidArgument, "--filler " + f->filler + " is empty"};
     o.filler = std::move(filler.value());
   }
   return {};
@@ -212,7 +219,7 @@ int do_eval(EvalFlags* f) {
   if (f->json) {
     nlohmann::json j = eval::to_json(result, f->options, f->file);
     j["overridden"] = overridden;
-    std::printf("%s\n", j.dump(2).c_str());
+    write_json(j);
   } else {
     std::fputs(eval::to_table(result, f->options, f->markdown).c_str(), stdout);
     std::printf("Took %.0f s.\n", result.seconds);
