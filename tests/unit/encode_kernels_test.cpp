@@ -89,23 +89,27 @@ TEST(EncodeKernels, BestTableOfThisMachineIsNotTheReference) {
 TEST(EncodeKernels, MatvecIsTheSameAndRight) {
   for (int dim : testing::kHeadDims) {
     Random random(static_cast<uint64_t>(dim));
-    std::vector<float> m(static_cast<size_t>(dim) * dim), x(static_cast<size_t>(dim) * 5);
-    for (float& v : m) v = random.normal();
+    std::vector<uint16_t> m(static_cast<size_t>(dim) * dim);
+    std::vector<float> x(static_cast<size_t>(dim) * 5);
+    for (uint16_t& v : m) v = float_to_half(random.normal());
+    m[1] = 0x8001;  // the smallest subnormal
     for (float& v : x) v = random.normal();
     std::vector<float> expected(x.size());
+    const float scale = 0.25f;
     for (int r = 0; r < 5; ++r) {
       for (int i = 0; i < dim; ++i) {
         float sum = 0.0f;
         for (int j = 0; j < dim; ++j) {
-          const float product = m[static_cast<size_t>(j) * dim + i] * x[static_cast<size_t>(r) * dim + j];
+          const float product =
+              half_to_float(m[static_cast<size_t>(j) * dim + i]) * x[static_cast<size_t>(r) * dim + j];
           sum += product;
         }
-        expected[static_cast<size_t>(r) * dim + i] = sum;
+        expected[static_cast<size_t>(r) * dim + i] = scale * sum;
       }
     }
     for (const EncodeKernels* kernels : encode_tables()) {
       std::vector<float> y(x.size(), -1.0f);
-      kernels->matvec(m.data(), x.data(), y.data(), dim, 5);
+      kernels->matvec(m.data(), scale, x.data(), y.data(), dim, 5);
       ASSERT_EQ(y, expected) << dim;
     }
   }

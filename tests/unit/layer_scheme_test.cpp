@@ -87,10 +87,10 @@ TEST(LayerScheme, CalibratedBasisIsRotatedInsideItsBands) {
       double energy = 0;
       for (int c = 0; c < band.channels; ++c) energy += std::pow(y[band.first_channel + c], 2);
       const bool here = place >= band.first_channel && place < band.first_channel + band.channels;
-      EXPECT_NEAR(energy, here ? 64.0 : 0.0, 1e-3) << channel << ", band " << b;
+      EXPECT_NEAR(energy, here ? 64.0 : 0.0, 64 * 0x1p-11) << channel << ", band " << b;
     }
     transform.invert(y.data(), back.data(), 1);
-    for (int i = 0; i < 64; ++i) EXPECT_NEAR(back[i], x[i], 1e-4);
+    for (int i = 0; i < 64; ++i) EXPECT_NEAR(back[i], x[i], 1e-4 + 0x1p-12 * std::fabs(x[i]));
   }
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvant/status.h"
+#include "kvant/types.h"
 
 namespace kvant {
 
@@ -21,8 +22,11 @@ class Transform {
   // Orthonormal Hadamard matrix. dim must be 2^k * {1, 12, 20, 28}, k >= 0; for other sizes the largest
   // such block size that divides dim is applied to each block of channels.
   static Result<Transform> hadamard(int dim);
-  // forward: [dim][dim] row-major A; finite and invertible (1-norm condition number <= 1e6).
-  static Result<Transform> dense(int dim, std::span<const float> forward);
+  // forward: [dim][dim] row-major A; finite and invertible (1-norm condition number <= 1e6). Matrices are
+  // kept in binary16 times a power of two: A is rounded first, then its inverse is taken and rounded (2^-12
+  // of an element). kKey keeps A^-T for queries ready, kValue A^-1 for outputs; what needs the other turns it
+  // around at each call.
+  static Result<Transform> dense(int dim, std::span<const float> forward, Side side);
 
   void set_centre(std::span<const float> mu);  // [dim], finite; empty removes it
 
@@ -41,13 +45,23 @@ class Transform {
   void centre_dot(const float* q, float* out, int rows) const;
 
  private:
-  // y = M x for the kind; `matrix` by columns, dense only.
-  void multiply(const std::vector<float>& matrix, const float* x, float* y, int rows) const;
+  // Binary16, by columns: element (i, j) is scale * [j * dim + i].
+  struct Matrix {
+    std::vector<uint16_t> columns;
+    float scale = 1;
+  };
+  static Matrix pack(const std::vector<double>& row_major, int dim);
+  static std::vector<double> unpack(const Matrix& matrix, int dim);  // row-major
+  static Matrix transposed(const Matrix& matrix, int dim);
+  // y = M x for the kind; `matrix` is for dense only.
+  void multiply(const Matrix& matrix, const float* x, float* y, int rows) const;
+  void multiply_transposed(const Matrix& matrix, const float* x, float* y, int rows) const;
 
   int dim_ = 0;
   int block_ = 0;  // Hadamard block size
   TransformKind kind_ = TransformKind::kIdentity;
-  std::vector<float> forward_, inverse_, inverse_transposed_;  // dense only; stored for column sweeps
+  Side side_ = Side::kKey;
+  Matrix forward_, inverse_;  // dense only; inverse_ is that of A^T for kKey
   std::vector<float> centre_;
 };
 

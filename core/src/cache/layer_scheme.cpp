@@ -45,7 +45,7 @@ bool per_channel(const Format& format) {
 
 // The calibrated basis, rotated inside each band of the layout.
 Result<std::shared_ptr<const Transform>> banded_transform(const CalibratedBasis& basis,
-                                                          const TileLayout& layout) {
+                                                          const TileLayout& layout, Side side) {
   const int dim = basis.dim;
   std::vector<float> forward(basis.forward.size());
   std::vector<float> column, rotated;
@@ -65,7 +65,7 @@ Result<std::shared_ptr<const Transform>> banded_transform(const CalibratedBasis&
       }
     }
   }
-  Result<Transform> transform = Transform::dense(dim, forward);
+  Result<Transform> transform = Transform::dense(dim, forward, side);
   if (!transform.ok()) return transform.status();
   transform.value().set_centre(basis.centre);
   return std::make_shared<const Transform>(std::move(transform.value()));
@@ -104,7 +104,7 @@ Result<std::shared_ptr<const Transform>> choose_transform(
                                            std::to_string((*calibrated)[head]->dim) + ", the model has " +
                                            std::to_string(dim));
       }
-      return banded_transform(*(*calibrated)[head], format.layout());
+      return banded_transform(*(*calibrated)[head], format.layout(), side);
     case TransformChoice::kAuto:
       break;
   }

@@ -75,8 +75,9 @@ struct BandErrors {
 };
 
 struct EncodeKernels {
-  // y[r][i] = sum_j m[j * dim + i] * x[r][j], j ascending from 0.0f, multiply then add.
-  void (*matvec)(const float* m, const float* x, float* y, int dim, int rows);
+  // y[r][i] = scale * sum_j m[j * dim + i] * x[r][j], j ascending from 0.0f, multiply then add; m in
+  // binary16.
+  void (*matvec)(const uint16_t* m, float scale, const float* x, float* y, int dim, int rows);
   // In place, orthonormal, on each of dim / block blocks; block = 2^k * {1, 12, 20, 28}. The matrix is
   // symmetric, so this is its own inverse. Factor of 12, 20 or 28 first, then butterflies of growing stride,
   // then one multiplication with 1 / sqrt(block).

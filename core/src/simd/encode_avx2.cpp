@@ -13,6 +13,9 @@ struct EightLanes {
   static constexpr int kLanes = 8;
   using F = __m256;
   static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static F load_f16(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
   static F set1(float a) { return _mm256_set1_ps(a); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

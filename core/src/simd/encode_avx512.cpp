@@ -19,6 +19,12 @@ struct SixteenLanes {
   static constexpr __mmask16 kLower = 0x00ff;
   using F = __m512;
   static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static F load_f16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static F load_f16_half(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   static F load_half(const float* p) { return _mm512_maskz_loadu_ps(kLower, p); }
   static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static void store_half(float* p, F a) { _mm512_mask_storeu_ps(p, kLower, a); }

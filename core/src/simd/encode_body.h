@@ -5,6 +5,7 @@
 //   less_blend(a, b, x, y)      per lane a < b ? x : y
 //   butterfly<stride>(a)        per lane l with partner p = l ^ stride: l < p ? a[l] + a[p] : a[p] - a[l]
 //   load_codes, store_codes     kLanes bytes <-> floats, truncating
+//   load_f16                    kLanes binary16 -> floats
 // and for 16 lanes the same loads and stores over the lower 8 lanes: load_half reads zeros into the upper
 // ones. Included only by the files of the targets; V is local to each of them, so nothing here is shared
 // between code compiled for different instruction sets. Nothing from std:: is called for the same reason.
@@ -24,59 +25,63 @@ struct EncodeBody {
   // Each row has its own sums in the same order, whatever kRows is; several rows share the loads of the
   // matrix.
   template <int kVectors, int kRows>
-  static void matvec_block(const float* m, const float* x, float* y, int dim) {
+  static void matvec_block(const uint16_t* m, float scale, const float* x, float* y, int dim) {
     F sum[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVectors; ++v) sum[r][v] = V::set1(0.0f);
     }
     for (int j = 0; j < dim; ++j) {
-      const float* column = m + static_cast<size_t>(j) * dim;
+      const uint16_t* column = m + static_cast<size_t>(j) * dim;
       for (int v = 0; v < kVectors; ++v) {
-        const F element = V::load(column + v * kLanes);
+        const F element = V::load_f16(column + v * kLanes);
         for (int r = 0; r < kRows; ++r) {
           sum[r][v] = V::add(sum[r][v], V::mul(element, V::set1(x[r * dim + j])));
         }
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) V::store(y + r * dim + v * kLanes, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        V::store(y + r * dim + v * kLanes, V::mul(sum[r][v], V::set1(scale)));
+      }
     }
   }
 
   // Full vectors, then half a vector where 16 lanes meet a multiple of 8.
   template <int kRows>
-  static void matvec_rows(const float* m, const float* x, float* y, int dim) {
+  static void matvec_rows(const uint16_t* m, float scale, const float* x, float* y, int dim) {
     constexpr int kWide = 8 / kRows;  // 8 sums hide the latency of an addition
     int i = 0;
-    for (; i + kWide * kLanes <= dim; i += kWide * kLanes) matvec_block<kWide, kRows>(m + i, x, y + i, dim);
-    for (; i + 4 * kLanes <= dim; i += 4 * kLanes) matvec_block<4, kRows>(m + i, x, y + i, dim);
-    for (; i + kLanes <= dim; i += kLanes) matvec_block<1, kRows>(m + i, x, y + i, dim);
+    for (; i + kWide * kLanes <= dim; i += kWide * kLanes)
+      matvec_block<kWide, kRows>(m + i, scale, x, y + i, dim);
+    for (; i + 4 * kLanes <= dim; i += 4 * kLanes) matvec_block<4, kRows>(m + i, scale, x, y + i, dim);
+    for (; i + kLanes <= dim; i += kLanes) matvec_block<1, kRows>(m + i, scale, x, y + i, dim);
     if constexpr (kLanes == 16) {
       if (i == dim) return;
       for (int r = 0; r < kRows; ++r) {
         F sum = V::set1(0.0f);
         for (int j = 0; j < dim; ++j) {
-          const F element = V::load_half(m + static_cast<size_t>(j) * dim + i);
+          const F element = V::load_f16_half(m + static_cast<size_t>(j) * dim + i);
           sum = V::add(sum, V::mul(element, V::set1(x[r * dim + j])));
         }
-        V::store_half(y + r * dim + i, sum);
+        V::store_half(y + r * dim + i, V::mul(sum, V::set1(scale)));
       }
     }
   }
 
-  static void matvec(const float* m, const float* x, float* y, int dim, int rows) {
+  static void matvec(const uint16_t* m, float scale, const float* x, float* y, int dim, int rows) {
     int r = 0;
     if constexpr (kLanes == 1) {  // by columns, so that the matrix is read in order
       for (; r < rows; ++r, x += dim, y += dim) {
         for (int i = 0; i < dim; ++i) y[i] = 0.0f;
         for (int j = 0; j < dim; ++j) {
-          for (int i = 0; i < dim; ++i) y[i] = y[i] + m[j * dim + i] * x[j];
+          for (int i = 0; i < dim; ++i) y[i] = y[i] + V::load_f16(m + j * dim + i) * x[j];
         }
+        for (int i = 0; i < dim; ++i) y[i] = y[i] * scale;
       }
     } else {
-      for (; r + 4 <= rows; r += 4) matvec_rows<4>(m, x + r * dim, y + r * dim, dim);
-      for (; r + 2 <= rows; r += 2) matvec_rows<2>(m, x + r * dim, y + r * dim, dim);
-      for (; r < rows; ++r) matvec_rows<1>(m, x + r * dim, y + r * dim, dim);
+      for (; r + 4 <= rows; r += 4) matvec_rows<4>(m, scale, x + r * dim, y + r * dim, dim);
+      for (; r + 2 <= rows; r += 2) matvec_rows<2>(m, scale, x + r * dim, y + r * dim, dim);
+      for (; r < rows; ++r) matvec_rows<1>(m, scale, x + r * dim, y + r * dim, dim);
     }
   }
 

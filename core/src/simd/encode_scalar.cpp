@@ -9,6 +9,7 @@ struct OneLane {
   static constexpr int kLanes = 1;
   using F = float;
   static F load(const float* p) { return *p; }
+  static F load_f16(const uint16_t* p) { return half_to_float(*p); }
   static void store(float* p, F a) { *p = a; }
   static F set1(float a) { return a; }
   static F add(F a, F b) { return a + b; }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "kvant/half.h"
 #include "kvant/types.h"
 #include "simd/hadamard_factors.h"
 #include "simd/kernels.h"
@@ -58,16 +59,6 @@ bool invert_matrix(int n, std::vector<double> a, std::vector<double>* inverse) {
   return true;
 }
 
-// matvec sweeps columns: element (i, j) of the matrix stands at [j * n + i].
-std::vector<float> by_columns(int n, const std::vector<double>& a) {
-  std::vector<float> out(a.size());
-  for (int i = 0; i < n; ++i) {
-    for (int j = 0; j < n; ++j)
-      out[static_cast<size_t>(j) * n + i] = static_cast<float>(a[static_cast<size_t>(i) * n + j]);
-  }
-  return out;
-}
-
 Status check_dim(int dim) {
   if (dim > 0 && dim <= kMaxHeadDim) return Status();
   return Status(Code::kInvalidArgument,
@@ -92,7 +83,44 @@ Result<Transform> Transform::hadamard(int dim) {
   return transform;
 }
 
-Result<Transform> Transform::dense(int dim, std::span<const float> forward) {
+Transform::Matrix Transform::pack(const std::vector<double>& row_major, int dim) {
+  double largest = 0;
+  for (const double a : row_major) largest = std::max(largest, std::fabs(a));
+  // The largest element becomes 2^14 .. 2^15: elements down to 2^-28 of it keep all their bits.
+  const int exponent = largest > 0 ? std::ilogb(largest) - 14 : 0;
+  Matrix matrix;
+  matrix.scale = std::ldexp(1.0f, exponent);
+  matrix.columns.resize(row_major.size());
+  for (int i = 0; i < dim; ++i) {
+    for (int j = 0; j < dim; ++j) {
+      const double scaled = std::ldexp(row_major[static_cast<size_t>(i) * dim + j], -exponent);
+      matrix.columns[static_cast<size_t>(j) * dim + i] = float_to_half(static_cast<float>(scaled));
+    }
+  }
+  return matrix;
+}
+
+std::vector<double> Transform::unpack(const Matrix& matrix, int dim) {
+  std::vector<double> out(matrix.columns.size());
+  for (int i = 0; i < dim; ++i) {
+    for (int j = 0; j < dim; ++j) {
+      const float stored = half_to_float(matrix.columns[static_cast<size_t>(j) * dim + i]);
+      out[static_cast<size_t>(i) * dim + j] = static_cast<double>(stored) * matrix.scale;
+    }
+  }
+  return out;
+}
+
+Transform::Matrix Transform::transposed(const Matrix& matrix, int dim) {
+  Matrix out = matrix;
+  for (int i = 0; i < dim; ++i) {
+    for (int j = 0; j < dim; ++j)
+      out.columns[static_cast<size_t>(i) * dim + j] = matrix.columns[static_cast<size_t>(j) * dim + i];
+  }
+  return out;
+}
+
+Result<Transform> Transform::dense(int dim, std::span<const float> forward, Side side) {
   KVANT_RETURN_IF_ERROR(check_dim(dim));
   const size_t elements = static_cast<size_t>(dim) * static_cast<size_t>(dim);
   if (forward.size() != elements) {
@@ -100,10 +128,16 @@ Result<Transform> Transform::dense(int dim, std::span<const float> forward) {
                                               std::to_string(dim) + " channels; expected " +
                                               std::to_string(elements));
   }
-  const std::vector<double> a(forward.begin(), forward.end());
+  std::vector<double> a(forward.begin(), forward.end());
   if (!std::all_of(a.begin(), a.end(), [](double x) { return std::isfinite(x); })) {
     return Status(Code::kBadValue, "matrix has a value that is not finite");
   }
+  Transform transform;
+  transform.dim_ = dim;
+  transform.kind_ = TransformKind::kDense;
+  transform.side_ = side;
+  transform.forward_ = pack(a, dim);
+  a = unpack(transform.forward_, dim);
   std::vector<double> inverse;
   const bool regular = invert_matrix(dim, a, &inverse);
   const double condition = regular ? norm_one(dim, a) * norm_one(dim, inverse) : INFINITY;
@@ -113,23 +147,18 @@ Result<Transform> Transform::dense(int dim, std::span<const float> forward) {
                                                     "; at most 1000000 is accepted"
                                               : std::string("matrix is singular"));
   }
-  Transform transform;
-  transform.dim_ = dim;
-  transform.kind_ = TransformKind::kDense;
-  transform.forward_ = by_columns(dim, a);
-  transform.inverse_ = by_columns(dim, inverse);
-  // The columns of the transpose are the rows.
-  transform.inverse_transposed_.assign(inverse.begin(), inverse.end());
+  transform.inverse_ = pack(inverse, dim);
+  if (side == Side::kKey) transform.inverse_ = transposed(transform.inverse_, dim);
   return transform;
 }
 
 void Transform::set_centre(std::span<const float> mu) { centre_.assign(mu.begin(), mu.end()); }
 
 size_t Transform::matrix_bytes() const {
-  return (forward_.size() + inverse_.size() + inverse_transposed_.size()) * sizeof(float);
+  return (forward_.columns.size() + inverse_.columns.size()) * sizeof(uint16_t);
 }
 
-void Transform::multiply(const std::vector<float>& matrix, const float* x, float* y, int rows) const {
+void Transform::multiply(const Matrix& matrix, const float* x, float* y, int rows) const {
   const simd::EncodeKernels& kernels = *simd::kernels().encode;
   switch (kind_) {
     case TransformKind::kIdentity:
@@ -140,9 +169,13 @@ void Transform::multiply(const std::vector<float>& matrix, const float* x, float
       kernels.hadamard(y, dim_, block_, rows);
       return;
     case TransformKind::kDense:
-      kernels.matvec(matrix.data(), x, y, dim_, rows);
+      kernels.matvec(matrix.columns.data(), matrix.scale, x, y, dim_, rows);
       return;
   }
+}
+
+void Transform::multiply_transposed(const Matrix& matrix, const float* x, float* y, int rows) const {
+  multiply(transposed(matrix, kind_ == TransformKind::kDense ? dim_ : 0), x, y, rows);
 }
 
 void Transform::apply(const float* x, float* y, int rows) const {
@@ -162,7 +195,7 @@ void Transform::apply(const float* x, float* y, int rows) const {
 }
 
 void Transform::invert(const float* y, float* x, int rows) const {
-  multiply(inverse_, y, x, rows);
+  invert_output(y, x, rows);
   if (centre_.empty()) return;
   for (int r = 0; r < rows; ++r, x += dim_) {
     for (int c = 0; c < dim_; ++c) x[c] = x[c] + centre_[c];
@@ -170,11 +203,11 @@ void Transform::invert(const float* y, float* x, int rows) const {
 }
 
 void Transform::apply_to_query(const float* q, float* out, int rows) const {
-  multiply(inverse_transposed_, q, out, rows);
+  side_ == Side::kKey ? multiply(inverse_, q, out, rows) : multiply_transposed(inverse_, q, out, rows);
 }
 
 void Transform::invert_output(const float* o, float* out, int rows) const {
-  multiply(inverse_, o, out, rows);
+  side_ == Side::kValue ? multiply(inverse_, o, out, rows) : multiply_transposed(inverse_, o, out, rows);
 }
 
 void Transform::centre_dot(const float* q, float* out, int rows) const {
