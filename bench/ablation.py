@@ -8,8 +8,11 @@ scored positions and baseline. Exit codes: 0, 2 wrong use, others: kvant's own.
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
+
+from quality import put
 
 K, V = "k=6-4-3-3", "v=4"  # kv4 with a calibration
 C, H = "k=c4a", "v=4,vx=hadamard"  # kv4 without
@@ -53,6 +56,7 @@ def main():
     parser.add_argument("-c", "--ctx-size", type=int, default=2048)
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
     parser.add_argument("--groups", help="only these groups, separated by commas")
+    parser.add_argument("--report", help="Markdown file to write, between its marks where it has them (default: standard output)")
     args = parser.parse_args()
     wanted = args.groups.split(",") if args.groups else None
     rows = [row for row in ROWS if wanted is None or row[0] in wanted]
@@ -65,12 +69,17 @@ def main():
     if done.returncode != 0:
         return done.returncode
     measured = {(row["test"], row["name"]): row for row in json.loads(done.stdout)["rows"]}
-    print("| ingredient | | scheme | bits K / V | KL, text | 95 % | p99.9 | KL, copy | p99.9 |\n|---|---|---|---|---|---|---|---|---|")
+    lines = ["| ingredient | | scheme | bits K / V | KL, text | 95 % | p99.9 | KL, copy | p99.9 |\n|---|---|---|---|---|---|---|---|---|"]
     for group, label, scheme in rows:
         row, copy = measured["text", scheme], measured["copy", scheme]
         kl = row["kl"]
-        print(f"| {group} | {label} | `{scheme}` | {row['bits_k']:.2f} / {row['bits_v']:.2f} | {kl['mean']:.5f} | "
+        lines.append(f"| {group} | {label} | `{scheme}` | {row['bits_k']:.2f} / {row['bits_v']:.2f} | {kl['mean']:.5f} | "
               f"{kl['lo']:.5f} .. {kl['hi']:.5f} | {kl['p999']:.3f} | {copy['kl']['mean']:.5f} | {copy['kl']['p999']:.3f} |")
+    table = "\n".join(lines) + "\n"
+    if args.report:
+        put(pathlib.Path(args.report), "ablation", table)
+    else:
+        print(table, end="")
     return 0
 
 

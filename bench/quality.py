@@ -136,6 +136,15 @@ def bars(tests):
     return "\n".join(lines), all_hold
 
 
+def put(path, mark, text):
+    """Replaces what stands between the file's two marks, or the whole file where it has none."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    old = path.read_text() if path.exists() else ""
+    if begin in old and end in old:
+        text = old.split(begin)[0] + begin + "\n" + text + end + old.split(end)[1]
+    path.write_text(text)
+
+
 def pairs(values, what):
     out = {}
     for value in values:
@@ -158,7 +167,7 @@ def main():
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peer-lists", type=int, default=len(PEERS), choices=range(1, len(PEERS) + 1),
                         help="of the lists of llama.cpp's caches, measure only the first so many")
-    parser.add_argument("--report", help="Markdown file to write (default: standard output)")
+    parser.add_argument("--report", help="Markdown file to write, between its marks where it has them (default: standard output)")
     args = parser.parse_args()
     args.model, args.text = pairs(args.model, "model"), pairs(args.text, "text")
 
@@ -181,7 +190,7 @@ def main():
     bar_lines, all_hold = bars(tests)
     report = "\n".join(parts) + f"\n### Bars\n\n{bar_lines}\n"
     if args.report:
-        pathlib.Path(args.report).write_text(report)
+        put(pathlib.Path(args.report), "ladder", report)
     else:
         print(report)
     return 0 if all_hold else 1
