@@ -1,9 +1,10 @@
 // Attention kernels of every ISA that this CPU runs, against double precision over decoded values.
 //
 // Bounds. Keys: q is rounded to a grid of step amax / 127 (amax / 4063 for bands of 7 and 8 bits) per row and
-// band, so a logit is off by at most step / 2 * sum over channels of token_scale * |code - mid|. Values:
+// band, so a logit is off by at most step / 2 * sum over channels of token_scale * |code - middle|. Values:
 // weight times token scale is rounded to max / 255 (max / 4095), so an output is off by at most step / 2 *
-// sum over tokens of channel_scale * |code - mid|. Float rounding is far below both.
+// sum over tokens of channel_scale * |code - middle|. Middle: of the codes, also where they start at a low.
+// Float rounding is far below both.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -91,14 +92,8 @@ struct Tile {
     test::fill_tile(layout, rng, data());
     describe_values();
   }
-  // Normal values, channel c times 1 + c % 5, through the format's own encoder.
-  Tile(const Format& format, uint32_t seed) : Tile(format.layout()) {
-    std::mt19937 rng(seed);
-    std::normal_distribution<float> normal;
-    std::vector<float> x(value.size());
-    for (size_t i = 0; i < x.size(); ++i) {
-      x[i] = normal(rng) * static_cast<float>(1 + i % layout.head_dim % 5);
-    }
+  // [64][head_dim] values through the format's own encoder.
+  Tile(const Format& format, const std::vector<float>& x) : Tile(format.layout()) {
     format.encode({.x = x.data()}, data());
     describe_values();
   }
@@ -126,14 +121,15 @@ struct Tile {
         const double low = test::token_low_at(layout, b, data(), t);
         for (int c = 0; c < band.channels; ++c) {
           const int channel = band.first_channel + c, i = t * layout.head_dim + channel;
-          const double level = test::code_at(layout, b, data(), t, c) - static_cast<double>(layout.mid(b));
+          const int code = test::code_at(layout, b, data(), t, c);
+          const double level = code - static_cast<double>(layout.mid(b));
+          const double middle = ((1 << band.bits) - 1) / 2.0;
           const double centre = test::channel_centre_at(layout, data(), channel);
           const double scale = test::channel_scale_at(layout, data(), channel);
           value[i] = centre + low + scale * token_scale * level;
-          size[i] =
-              std::abs(low) + std::abs(centre) + scale * token_scale * (std::abs(level) + layout.mid(b));
-          per_query[i] = token_scale * std::abs(level);
-          per_weight[i] = scale * std::abs(level);
+          size[i] = std::abs(low) + std::abs(centre) + scale * token_scale * (std::abs(level) + middle);
+          per_query[i] = token_scale * std::abs(code - middle);
+          per_weight[i] = scale * std::abs(code - middle);
         }
       }
     }
@@ -145,6 +141,13 @@ std::vector<float> random_rows(int rows, int dim, uint32_t seed) {
   std::normal_distribution<float> normal;
   std::vector<float> x(static_cast<size_t>(rows) * dim);
   for (float& v : x) v = normal(rng);
+  return x;
+}
+
+// Normal values, channel c times 1 + c % 5.
+std::vector<float> uneven_rows(int rows, int dim, uint32_t seed) {
+  std::vector<float> x = random_rows(rows, dim, seed);
+  for (size_t i = 0; i < x.size(); ++i) x[i] *= static_cast<float>(1 + i % dim % 5);
   return x;
 }
 
@@ -320,7 +323,7 @@ TEST_P(KernelTest, TilesOfRegisteredFormats) {
         const Result<Format> format = Format::parse(name, side, dim);
         if (!format.ok() || format.value().exact()) continue;
         SCOPED_TRACE(name + " " + side_name(side) + " " + std::to_string(dim));
-        Tile tile(format.value(), 17);
+        Tile tile(format.value(), uneven_rows(kPageTokens, dim, 17));
         std::vector<float> decoded(tile.value.size());
         format.value().decode(tile.data(), decoded.data());
         for (size_t i = 0; i < decoded.size(); ++i)
@@ -339,6 +342,62 @@ TEST_P(KernelTest, TilesOfRegisteredFormats) {
     }
   }
   EXPECT_GT(checked, 20);
+}
+
+// Mean squares over logits: of what rounding q adds, and of what the format lost before.
+struct LogitErrors {
+  double rounding = 0, format = 0;
+};
+
+// Channel c of the keys has a size between 1 / spread and 1, even in its logarithm.
+LogitErrors logit_errors(const AttentionKernels& kernels, const Format& format, double spread,
+                         uint32_t seed) {
+  const int dim = format.layout().head_dim, rows = 8;
+  std::mt19937 rng(seed);
+  std::normal_distribution<float> normal;
+  std::uniform_real_distribution<double> exponent(-1.0, 0.0);
+  std::vector<float> size(dim), x(static_cast<size_t>(kPageTokens) * dim), decoded(x.size());
+  for (float& v : size) v = static_cast<float>(std::pow(spread, exponent(rng)));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = normal(rng) * size[i % dim];
+  Tile tile(format, x);
+  format.decode(tile.data(), decoded.data());
+  const std::vector<float> q = random_rows(rows, dim, seed + 1), base(rows, 0.0f);
+  const std::vector<uint64_t> live(rows, ~uint64_t{0});
+  const std::vector<float> logits = run_qk(kernels, tile, q, rows, live, base);
+  LogitErrors errors;
+  for (int r = 0; r < rows; ++r) {
+    for (int t = 0; t < kPageTokens; ++t) {
+      double original = 0, stored = 0;
+      for (int c = 0; c < dim; ++c) {
+        original += static_cast<double>(q[r * dim + c]) * x[t * dim + c];
+        stored += static_cast<double>(q[r * dim + c]) * decoded[t * dim + c];
+      }
+      errors.rounding += std::pow(logits[r * kPageTokens + t] - stored, 2);
+      errors.format += std::pow(stored - original, 2);
+    }
+  }
+  return errors;
+}
+
+// KL grows with the square of errors: these shares are what attention on packed codes adds to a format's KL.
+TEST_P(KernelTest, RoundingQueriesAddsLittleToWhatChannelFormatsLose) {
+  for (const char* name : {"c2a", "c3a", "c4a", "c4", "ct4", "c8a"}) {
+    for (int dim : {64, 128, 256}) {
+      for (double spread : {1.0, 100.0}) {
+        const Result<Format> format = Format::parse(name, Side::kKey, dim);
+        ASSERT_TRUE(format.ok());
+        LogitErrors all;
+        for (uint32_t seed = 0; seed < 4; ++seed) {
+          const LogitErrors errors = logit_errors(kernels(), format.value(), spread, 10 * seed);
+          all.rounding += errors.rounding;
+          all.format += errors.format;
+        }
+        EXPECT_LT(all.rounding, 0.05 * all.format)
+            << name << ", head size " << dim << ", channels spread over " << spread << ": "
+            << 100 * all.rounding / all.format << " %";
+      }
+    }
+  }
 }
 
 // With scales of one, outputs are integer sums: equal on every ISA, and exactly what they should be.

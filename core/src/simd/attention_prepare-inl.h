@@ -58,11 +58,11 @@ void quantize_query_rows(const TileLayout& layout, int b, const int* row, const 
   const int channels = band.channels;
   alignas(64) float scaled[kRows][kMaxHeadDim + kLanes];
   const float* x[kRows];
-  F amax[kRows], sums[kRows];
+  F amax[kRows], exact[kRows], sums[kRows];
   KVANT_UNROLL
   for (int i = 0; i < kRows; ++i) {
     x[i] = q.q + static_cast<size_t>(row[i]) * layout.head_dim + band.first_channel;
-    amax[i] = hn::Zero(df);
+    amax[i] = exact[i] = hn::Zero(df);
   }
   for (int c = 0; c < channels; c += kLanes) {
     const F scale = channel_scale != nullptr ? load(channel_scale + band.first_channel + c) : set(1.0f);
@@ -71,6 +71,7 @@ void quantize_query_rows(const TileLayout& layout, int b, const int* row, const 
       const F v = hn::Mul(lanes_from(x[i] + c, channels - c), scale);
       store(v, scaled[i] + c);
       amax[i] = hn::Max(amax[i], hn::Abs(v));
+      exact[i] = hn::Add(exact[i], v);
     }
   }
   const bool two_terms = q.terms[b] == 2;
@@ -84,13 +85,16 @@ void quantize_query_rows(const TileLayout& layout, int b, const int* row, const 
     sums[i] = hn::ConvertTo(df, sum);
   }
   // At most 4063 * 256: integers that floats hold exactly.
-  alignas(16) float sum[4];
+  alignas(16) float sum[4], exact_sum[4] = {};
   hn::Store(reduce_rows<AddLanes>(sums), D4(), sum);
+  if (layout.asymmetric) hn::Store(reduce_rows<AddLanes>(exact), D4(), exact_sum);
+  const float middle = middle_of(band.bits);
   KVANT_UNROLL
   for (int i = 0; i < kRows; ++i) {
     const int at = b * q.rows + row[i];
     q.scale[at] = scales.scale[i];
-    q.offset[at] = -mid_of(layout, band.bits) * sum[i] * scales.scale[i];
+    q.offset[at] = -middle * sum[i] * scales.scale[i];
+    if (layout.asymmetric) q.offset[at] += middle * exact_sum[i];
   }
 }
 

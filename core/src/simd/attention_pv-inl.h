@@ -167,7 +167,7 @@ ValueBlockFunction value_block_function(int bits, bool unpacked, int rows) {
 struct BandWeights {
   alignas(64) uint8_t bytes[4][2 * kPageTokens];
   float factor[4];  // weight * token scale ~ factor * integer
-  float shift[4];   // what all channels of the band get: -mid * factor * sum of integers, and lows
+  float shift[4];   // what all channels of the band get: -middle * factor * sum of integers, and lows
 };
 
 // Rounds four vectors of scaled weights, stores their terms and returns their sum per lane.
@@ -200,7 +200,7 @@ HWY_INLINE void scale_four(const float* w, const float* token_scale, int t, F (&
 }
 
 template <int kRows, int kTerms>
-void quantize_weight_rows(const float* const* w, const float* token_scale, float mid, BandWeights* out) {
+void quantize_weight_rows(const float* const* w, const float* token_scale, float middle, BandWeights* out) {
   constexpr int kFours = kTokenVectors / 4;
   // 512-bit registers hold the products of all rows; with shorter ones it is cheaper to multiply twice.
   constexpr bool kKeep = kFours == 1;
@@ -232,10 +232,10 @@ void quantize_weight_rows(const float* const* w, const float* token_scale, float
   const D4 d4;
   const F4 factor = hn::Load(d4, scales.scale);
   hn::StoreU(factor, d4, out->factor);
-  hn::StoreU(hn::Mul(hn::Mul(hn::Set(d4, -mid), reduce_rows<AddLanes>(sums)), factor), d4, out->shift);
+  hn::StoreU(hn::Mul(hn::Mul(hn::Set(d4, -middle), reduce_rows<AddLanes>(sums)), factor), d4, out->shift);
 }
 
-using QuantizeWeights = void (*)(const float* const* w, const float* token_scale, float mid,
+using QuantizeWeights = void (*)(const float* const* w, const float* token_scale, float middle,
                                  BandWeights* out);
 
 HWY_INLINE QuantizeWeights quantize_weights_function(int rows, bool two_terms) {
@@ -251,9 +251,10 @@ HWY_INLINE QuantizeWeights quantize_weights_function(int rows, bool two_terms) {
   }
 }
 
-HWY_INLINE float weighted_lows(const float* w, const float* token_low) {
+// Sum over tokens of weight times a value of the token.
+HWY_INLINE float weighted_sum(const float* w, const float* token_value) {
   F sum = hn::Zero(df);
-  for (int i = 0; i < kPageTokens; i += kLanes) sum = hn::MulAdd(load(w + i), load(token_low + i), sum);
+  for (int i = 0; i < kPageTokens; i += kLanes) sum = hn::MulAdd(load(w + i), load(token_value + i), sum);
   return sum_of(sum);
 }
 
@@ -269,7 +270,7 @@ struct ValueBand {
   int first_channel;
   int channels;
   bool unpacked;
-  float mid;
+  float middle;
   Planes planes;
   alignas(64) float token_scale[kPageTokens];
   alignas(64) float token_low[kPageTokens];
@@ -278,6 +279,7 @@ struct ValueBand {
 struct OpenValueTask {
   int n_bands;
   int head_dim;
+  bool asymmetric;
   bool token_lows;
   LiveRows live;
   const float* channel_scale;   // [head_dim] or null
@@ -305,7 +307,7 @@ void open_bands(const TileLayout& layout, const std::byte* tile, const std::byte
     shared.bits = band.bits;
     shared.first_channel = band.first_channel;
     shared.channels = band.channels;
-    shared.mid = mid_of(layout, band.bits);
+    shared.middle = middle_of(band.bits);
     planes_of(band, tile, next, &shared.planes);
     shared.unpacked = unpack && band.n_planes > 1;
     if (shared.unpacked) {
@@ -325,6 +327,7 @@ void open_value_task(const ValueTask& task, std::byte* workspace, OpenValueTask*
   if (open->live.count == 0) return;
   open->n_bands = layout.n_bands;
   open->head_dim = layout.head_dim;
+  open->asymmetric = layout.asymmetric;
   open->token_lows = has_token_low(layout);
   open->channel_scale = layout.channel_scale ? open->scale_memory : nullptr;
   open->channel_centre = layout.channel_centre ? open->centre_memory : nullptr;
@@ -345,10 +348,12 @@ void open_weight_rows(const ValueTask& task, const OpenValueTask& open, int firs
   for (int b = 0; b < open.n_bands; ++b) {
     const ValueBand& band = open.bands[b];
     BandWeights* out = &rows->band[b];
-    quantize_weights_function(rows->count, band.bits >= kTwoTermBits)(rows->w, band.token_scale, band.mid,
+    quantize_weights_function(rows->count, band.bits >= kTwoTermBits)(rows->w, band.token_scale, band.middle,
                                                                       out);
-    for (int i = 0; open.token_lows && i < rows->count; ++i)
-      out->shift[i] += weighted_lows(rows->w[i], band.token_low);
+    for (int i = 0; open.asymmetric && i < rows->count; ++i) {
+      out->shift[i] += band.middle * weighted_sum(rows->w[i], band.token_scale);
+      if (open.token_lows) out->shift[i] += weighted_sum(rows->w[i], band.token_low);
+    }
   }
 }
 

@@ -59,6 +59,9 @@ float token_scale(const TileLayout& layout, const BandLayout& band, const std::b
   return 0.0f;
 }
 
+// The middle of the codes, around which products are rounded also where codes start at a low.
+float middle_of(const BandLayout& band) { return 0.5f * static_cast<float>((1 << band.bits) - 1); }
+
 bool has_token_low(const TileLayout& layout) { return layout.asymmetric && !layout.channel_scale; }
 
 float token_low(const BandLayout& band, const std::byte* tile, int t) {
@@ -84,9 +87,11 @@ void quantize_row(const TileLayout& layout, int b, int r, const float* x, const 
   const float inverse = zero ? 0.0f : largest / amax;
   const float scale = zero ? 0.0f : amax / largest;
   int sum = 0;
+  float exact = 0.0f;
   for (int c = 0; c < channels; ++c) {
     const int v = static_cast<int>(std::nearbyint(x[c] * inverse));
     sum += v;
+    exact += x[c];
     if (terms == 2) {
       const int hi = (v + 32) >> 6;
       out[c] = static_cast<int8_t>(hi);
@@ -96,7 +101,9 @@ void quantize_row(const TileLayout& layout, int b, int r, const float* x, const 
     }
   }
   q.scale[b * q.rows + r] = scale;
-  q.offset[b * q.rows + r] = -layout.mid(b) * static_cast<float>(sum) * scale;
+  const float middle = middle_of(layout.bands[b]);
+  q.offset[b * q.rows + r] = -middle * static_cast<float>(sum) * scale;
+  if (layout.asymmetric) q.offset[b * q.rows + r] += middle * exact;
 }
 
 void prepare_queries(const TileLayout& layout, const float* q, int rows, PreparedQueries* out) {
@@ -279,7 +286,11 @@ void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weigh
     for (int b = 0; b < layout.n_bands; ++b) {
       const BandLayout& band = layout.bands[b];
       const QuantizedWeights quantized = quantize_weights(layout, band, tile, w);
-      float shift = -layout.mid(b) * static_cast<float>(quantized.sum) * quantized.factor;
+      const float middle = middle_of(band);
+      float shift = -middle * static_cast<float>(quantized.sum) * quantized.factor;
+      for (int t = 0; layout.asymmetric && t < kPageTokens; ++t) {
+        shift += middle * w[t] * token_scale(layout, band, tile, t);
+      }
       if (has_token_low(layout)) {
         for (int t = 0; t < kPageTokens; ++t) shift += w[t] * token_low(band, tile, t);
       }

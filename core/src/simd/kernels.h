@@ -33,7 +33,7 @@ struct PreparedQueries {
   uint32_t band_offset[kMaxBands] = {};
   uint8_t terms[kMaxBands] = {};
   float* scale = nullptr;   // [band][rows]
-  float* offset = nullptr;  // [band][rows]: -mid * scale * sum of v
+  float* offset = nullptr;  // [band][rows]: -middle * scale * sum of v, asymmetric + middle * sum of q
   float* q_sum = nullptr;   // [band][rows]: sum of q over the band, the factor of token lows
 };
 
