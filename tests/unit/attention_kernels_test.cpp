@@ -1,6 +1,6 @@
 // Attention kernels of every ISA that this CPU runs, against double precision over decoded values.
 //
-// Bounds. Keys: q is rounded to a grid of step amax / 127 (amax / 4063 for bands of 7 and 8 bits) per row and
+// Bounds. Keys: q is rounded to a grid of step amax / 127 (amax / 4063 for bands of two terms) per row and
 // band, so a logit is off by at most step / 2 * sum over channels of token_scale * |code - middle|. Values:
 // weight times token scale is rounded to max / 255 (max / 4095), so an output is off by at most step / 2 *
 // sum over tokens of channel_scale * |code - middle|. Middle: of the codes, also where they start at a low.
@@ -200,7 +200,8 @@ double query_error(const TileLayout& layout, int b, const float* q, Tile& tile) 
     const int channel = band.first_channel + c;
     amax = std::max(amax, std::abs(q[channel]) * test::channel_scale_at(layout, tile.data(), channel));
   }
-  return amax / (band.bits >= simd::kTwoTermBits ? simd::kQueryMaxTwoTerms : simd::kQueryMaxOneTerm) / 2;
+  const bool two_terms = simd::query_terms(layout.channel_scale, band.bits) == 2;
+  return amax / (two_terms ? simd::kQueryMaxTwoTerms : simd::kQueryMaxOneTerm) / 2;
 }
 
 void expect_scores(Tile& tile, const std::vector<float>& q, const std::vector<float>& base,
@@ -381,7 +382,7 @@ LogitErrors logit_errors(const AttentionKernels& kernels, const Format& format, 
 
 // KL grows with the square of errors: these shares are what attention on packed codes adds to a format's KL.
 TEST_P(KernelTest, RoundingQueriesAddsLittleToWhatChannelFormatsLose) {
-  for (const char* name : {"c2a", "c3a", "c4a", "c4", "ct4", "c8a"}) {
+  for (const char* name : {"c2a", "c3a", "c4a", "c4", "ct4", "c5a", "c6a", "c6", "c8a"}) {
     for (int dim : {64, 128, 256}) {
       for (double spread : {1.0, 100.0}) {
         const Result<Format> format = Format::parse(name, Side::kKey, dim);

@@ -8,6 +8,12 @@ namespace kvant::simd {
 // Bands of this many bits or more split q and the weights into two terms, hi * 64 + lo. With 8-bit codes the
 // sum of two products in a 16-bit lane (vpmaddubsw) is then at most 2 * 255 * 63 = 32130 and cannot saturate.
 inline constexpr int kTwoTermBits = 7;
+// The same for q where keys have channel scales. They are multiplied into q, so that one step of q serves
+// channels of any size: with one term its rounding would lose more than codes of 5 and 6 bits do.
+inline constexpr int kTwoTermBitsOfScaledChannels = 5;
+constexpr int query_terms(bool channel_scale, int bits) {
+  return bits >= (channel_scale ? kTwoTermBitsOfScaledChannels : kTwoTermBits) ? 2 : 1;
+}
 
 // Largest |v| of a quantized query: one term, |v| <= 127; two terms, hi in [-63, 63], lo in [-32, 31].
 inline constexpr float kQueryMaxOneTerm = 127.0f;

@@ -290,7 +290,7 @@ constexpr int kUnpackRows = 4;
 constexpr int kTasksAtOnce = 4;
 constexpr int kFewRows = 4;
 
-HWY_INLINE int rows_per_block(int bits) { return bits >= kTwoTermBits ? 2 : 4; }
+HWY_INLINE int rows_per_block(bool two_terms) { return two_terms ? 2 : 4; }
 
 }  // namespace
 }  // namespace kvant::simd::KVANT_TARGET

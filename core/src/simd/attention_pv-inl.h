@@ -367,7 +367,7 @@ void add_weight_rows(const OpenValueTask& open, const WeightRows& rows) {
     block.channel_scale = open.channel_scale == nullptr ? nullptr : open.channel_scale + band.first_channel;
     block.channel_centre =
         open.channel_centre == nullptr ? nullptr : open.channel_centre + band.first_channel;
-    const int per_block = rows_per_block(band.bits);
+    const int per_block = rows_per_block(band.bits >= kTwoTermBits);
     for (int first = 0; first < rows.count; first += per_block) {
       const int count = rows.count - first < per_block ? rows.count - first : per_block;
       for (int i = 0; i < count; ++i) {

@@ -120,9 +120,8 @@ HWY_INLINE void add_scores(const KeyBlock& block, int t, const I (&total)[kRows 
   }
 }
 
-template <int kFormat, int kWidth, int kRows, int kGroups, int kGroup>
+template <int kFormat, int kWidth, int kTerms, int kRows, int kGroups, int kGroup>
 HWY_INLINE void key_slice(const KeyBlock& block, int byte) {
-  constexpr int kTerms = kWidth >= kTwoTermBits ? 2 : 1;
   const int8_t* q[kRows * kTerms];
   for (int i = 0; i < kRows * kTerms; ++i) {
     q[i] = block.q8[i / kTerms] + (i % kTerms) * 8 * block.octets;
@@ -133,14 +132,14 @@ HWY_INLINE void key_slice(const KeyBlock& block, int byte) {
   add_scores<kRows, kTerms, kGroups>(block, 16 * kGroup + byte / 4, total);
 }
 
-template <int kFormat, int kWidth, int kRows>
+template <int kFormat, int kWidth, int kTerms, int kRows>
 void key_block(const KeyBlock& block) {
   if constexpr (kLanes == 16) {
-    key_slice<kFormat, kWidth, kRows, 4, 0>(block, 0);
+    key_slice<kFormat, kWidth, kTerms, kRows, 4, 0>(block, 0);
   } else {
     for (int byte = 0; byte < 64; byte += 4 * kLanes) {
-      key_slice<kFormat, kWidth, kRows, 2, 0>(block, byte);
-      key_slice<kFormat, kWidth, kRows, 2, 2>(block, byte);
+      key_slice<kFormat, kWidth, kTerms, kRows, 2, 0>(block, byte);
+      key_slice<kFormat, kWidth, kTerms, kRows, 2, 2>(block, byte);
     }
   }
 }
@@ -148,39 +147,51 @@ void key_block(const KeyBlock& block) {
 using KeyBlockFunction = void (*)(const KeyBlock&);
 
 template <int kFormat, int kWidth>
-HWY_INLINE KeyBlockFunction key_block_of_rows(int rows) {
-  if constexpr (kWidth >= kTwoTermBits) {
-    return rows == 1 ? key_block<kFormat, kWidth, 1> : key_block<kFormat, kWidth, 2>;
-  } else {
+HWY_INLINE KeyBlockFunction two_term_key_block(int rows) {
+  return rows == 1 ? key_block<kFormat, kWidth, 2, 1> : key_block<kFormat, kWidth, 2, 2>;
+}
+
+template <int kFormat, int kWidth>
+HWY_INLINE KeyBlockFunction key_block_of_rows(int terms, int rows) {
+  if constexpr (kWidth >= kTwoTermBitsOfScaledChannels) {
+    if (kWidth >= kTwoTermBits || terms == 2) return two_term_key_block<kFormat, kWidth>(rows);
+  }
+  if constexpr (kWidth < kTwoTermBits) {
     switch (rows) {
       case 1:
-        return key_block<kFormat, kWidth, 1>;
+        return key_block<kFormat, kWidth, 1, 1>;
       case 2:
-        return key_block<kFormat, kWidth, 2>;
+        return key_block<kFormat, kWidth, 1, 2>;
       case 3:
-        return key_block<kFormat, kWidth, 3>;
+        return key_block<kFormat, kWidth, 1, 3>;
       default:
-        return key_block<kFormat, kWidth, 4>;
+        return key_block<kFormat, kWidth, 1, 4>;
     }
   }
 }
 
-KeyBlockFunction key_block_function(int bits, bool unpacked, int rows) {
+template <int kWidth>
+HWY_INLINE KeyBlockFunction key_block_of_width(bool unpacked, int terms, int rows) {
+  return unpacked ? key_block_of_rows<kUnpacked, kWidth>(terms, rows)
+                  : key_block_of_rows<kWidth, kWidth>(terms, rows);
+}
+
+KeyBlockFunction key_block_function(int bits, bool unpacked, int terms, int rows) {
   switch (bits) {
     case 2:
-      return unpacked ? key_block_of_rows<kUnpacked, 2>(rows) : key_block_of_rows<2, 2>(rows);
+      return key_block_of_width<2>(unpacked, terms, rows);
     case 3:
-      return unpacked ? key_block_of_rows<kUnpacked, 3>(rows) : key_block_of_rows<3, 3>(rows);
+      return key_block_of_width<3>(unpacked, terms, rows);
     case 4:
-      return unpacked ? key_block_of_rows<kUnpacked, 4>(rows) : key_block_of_rows<4, 4>(rows);
+      return key_block_of_width<4>(unpacked, terms, rows);
     case 5:
-      return unpacked ? key_block_of_rows<kUnpacked, 5>(rows) : key_block_of_rows<5, 5>(rows);
+      return key_block_of_width<5>(unpacked, terms, rows);
     case 6:
-      return unpacked ? key_block_of_rows<kUnpacked, 6>(rows) : key_block_of_rows<6, 6>(rows);
+      return key_block_of_width<6>(unpacked, terms, rows);
     case 7:
-      return unpacked ? key_block_of_rows<kUnpacked, 7>(rows) : key_block_of_rows<7, 7>(rows);
+      return key_block_of_width<7>(unpacked, terms, rows);
     default:
-      return key_block_of_rows<kUnpacked, 8>(rows);
+      return key_block_of_rows<kUnpacked, 8>(terms, rows);
   }
 }
 
@@ -219,7 +230,7 @@ void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
     expand_token_lows(band, task.tile, token_low);
     block.token_low = token_low;
   }
-  const int per_block = rows_per_block(band.bits);
+  const int per_block = rows_per_block(q.terms[b] == 2);
   for (int first = 0; first < live.count; first += per_block) {
     const int rows = live.count - first < per_block ? live.count - first : per_block;
     block.start = b == 0 ? open.start + first : nullptr;
@@ -231,7 +242,7 @@ void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
       block.q_sum[i] = q.q_sum[b * q.rows + r];
       block.logits[i] = task.logits + static_cast<size_t>(r) * kPageTokens;
     }
-    key_block_function(band.bits, unpacked, rows)(block);
+    key_block_function(band.bits, unpacked, q.terms[b], rows)(block);
     block.planes.ahead = 0;  // asked for already
   }
 }

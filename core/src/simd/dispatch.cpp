@@ -57,7 +57,7 @@ std::atomic<const KernelTable*>& forced() {
 size_t lay_out(const TileLayout& layout, int rows, std::byte* memory, PreparedQueries* out) {
   size_t q8_bytes = 0;
   for (int b = 0; b < layout.n_bands; ++b) {
-    const uint8_t terms = layout.bands[b].bits >= kTwoTermBits ? 2 : 1;
+    const auto terms = static_cast<uint8_t>(query_terms(layout.channel_scale, layout.bands[b].bits));
     out->terms[b] = terms;
     out->band_offset[b] = static_cast<uint32_t>(q8_bytes);
     q8_bytes += static_cast<size_t>(rows) * terms * layout.bands[b].channels;

@@ -26,8 +26,8 @@ namespace kvant::simd {
 struct PreparedQueries {
   int rows = 0;
   const float* q = nullptr;  // [rows][head_dim] transformed, times scale * log2(e)
-  // Band b, row r: q ~ scale * v with integers v. Bands of at most 6 bits have one term, v = q8. Wider bands
-  // have two, v = 64 * q8[term 0] + q8[term 1]. Term k starts at q8 + band_offset[b] + (r * terms[b] + k) *
+  // Band b, row r: q ~ scale * v with integers v. Bands have one term, v = q8, or two, v = 64 * q8[term 0] +
+  // q8[term 1]; wide ones two (query_terms). Term k starts at q8 + band_offset[b] + (r * terms[b] + k) *
   // channels(b).
   int8_t* q8 = nullptr;
   uint32_t band_offset[kMaxBands] = {};
