@@ -10,6 +10,7 @@
 #include "kvant/format.h"
 #include "kvant/half.h"
 #include "simd/encode.h"
+#include "simd/hadamard_factors.h"
 #include "simd/kernels.h"
 #include "support/format_data.h"
 
@@ -115,15 +116,37 @@ TEST(EncodeKernels, MatvecIsTheSameAndRight) {
   }
 }
 
+// In the order that simd/encode.h states, since stored bytes depend on it: factor, butterflies of growing
+// stride, norm.
+void plain_hadamard(float* x, int block) {
+  const int factor = simd::hadamard_factor(block), n = block / factor;
+  const std::vector<float> in(x, x + block);
+  for (int i = 0; i < block && factor != 1; ++i) {
+    x[i] = 0.0f;
+    for (int j = 0; j < factor; ++j) {
+      x[i] += simd::hadamard_matrix(factor)[i / n * simd::kHadamardStride + j] * in[j * n + i % n];
+    }
+  }
+  for (int stride = 1; stride < n; stride *= 2) {
+    for (int i = 0; i < block; ++i) {
+      if ((i % n & stride) != 0) continue;
+      const float a = x[i], b = x[i + stride];
+      x[i] = a + b;
+      x[i + stride] = a - b;
+    }
+  }
+  for (int i = 0; i < block; ++i) x[i] *= static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
+}
+
 TEST(EncodeKernels, HadamardIsTheSame) {
-  const int kBlocks[][2] = {{32, 32}, {40, 40},   {64, 64},   {72, 24},   {80, 80},   {96, 96},
-                            {104, 8}, {112, 112}, {128, 128}, {192, 192}, {256, 256}, {56, 56}};
+  const int kBlocks[][2] = {{32, 32},   {40, 40},   {64, 64},   {72, 24},   {80, 80},   {96, 96},   {104, 8},
+                            {112, 112}, {128, 128}, {160, 160}, {192, 192}, {224, 224}, {256, 256}, {56, 56}};
   for (const auto& [dim, block] : kBlocks) {
     Random random(static_cast<uint64_t>(dim));
     std::vector<float> x(static_cast<size_t>(dim) * 3);
     for (float& v : x) v = random.normal();
     std::vector<float> expected = x;
-    simd::scalar_encode_kernels()->hadamard(expected.data(), dim, block, 3);
+    for (int i = 0; i < 3 * dim; i += block) plain_hadamard(expected.data() + i, block);
     for (const EncodeKernels* kernels : encode_tables()) {
       std::vector<float> y = x;
       kernels->hadamard(y.data(), dim, block, 3);

@@ -62,11 +62,12 @@ std::vector<Transform> all_transforms(int dim) {
 TEST(HadamardFactors, AreSymmetricAndOrthogonal) {
   for (int order : {12, 20, 28}) {
     const float* h = simd::hadamard_matrix(order);
+    const int stride = simd::kHadamardStride;
     for (int i = 0; i < order; ++i) {
       for (int j = 0; j < order; ++j) {
-        EXPECT_EQ(std::fabs(h[i * order + j]), 1.0f);
-        EXPECT_EQ(h[i * order + j], h[j * order + i]);
-        EXPECT_EQ(dot(h + i * order, h + j * order, order), i == j ? order : 0)
+        EXPECT_EQ(std::fabs(h[i * stride + j]), 1.0f);
+        EXPECT_EQ(h[i * stride + j], h[j * stride + i]);
+        EXPECT_EQ(dot(h + i * stride, h + j * stride, order), i == j ? order : 0)
             << order << " " << i << " " << j;
       }
     }

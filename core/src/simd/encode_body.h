@@ -85,35 +85,54 @@ struct EncodeBody {
     }
   }
 
-  // out[i] = sum_j h[i][j] * x[j] over vectors of kN channels, j ascending.
-  template <int kN>
-  static void hadamard_by_factor(float* x, int factor) {
+  // y[a][i] = sum_j h[i][j] * x[j * n + a], j ascending from 0. The matrix is symmetric: lanes are i.
+  template <int kColumns>
+  static void factor_columns(const float* x, int factor, int n, float (*y)[kHadamardStride]) {
     const float* h = hadamard_matrix(factor);
-    float in[28 * kN];
-    for (int i = 0; i < factor * kN; ++i) in[i] = x[i];
-    for (int i = 0; i < factor; ++i) {
-      float sum[kN] = {};
-      for (int j = 0; j < factor; ++j) {
-        const float sign = h[i * factor + j];
-        for (int a = 0; a < kN; ++a) sum[a] = sum[a] + sign * in[j * kN + a];
+    for (int i = 0; i < factor; i += kLanes) {
+      for (int a = 0; a < n; a += kColumns) {
+        F sum[kColumns];
+        for (int k = 0; k < kColumns; ++k) sum[k] = V::set1(0.0f);
+        for (int j = 0; j < factor; ++j) {
+          const F signs = V::load(h + j * kHadamardStride + i);
+          for (int k = 0; k < kColumns; ++k) {
+            sum[k] = V::add(sum[k], V::mul(signs, V::set1(x[j * n + a + k])));
+          }
+        }
+        for (int k = 0; k < kColumns; ++k) V::store(y[a + k] + i, sum[k]);
       }
-      for (int a = 0; a < kN; ++a) x[i * kN + a] = sum[a];
     }
   }
 
-  // n is a power of two with n * factor <= kMaxHeadDim, so at most 16.
-  static void hadamard_factor_stage(float* x, int factor, int n) {
+  // A block of n * factor channels; n is a power of two with n * factor <= kMaxHeadDim, so at most 16.
+  static void hadamard_of_factor(float* x, int factor, int n) {
+    alignas(64) float y[16][kHadamardStride];
     switch (n) {
       case 1:
-        return hadamard_by_factor<1>(x, factor);
+        factor_columns<1>(x, factor, n, y);
+        break;
       case 2:
-        return hadamard_by_factor<2>(x, factor);
+        factor_columns<2>(x, factor, n, y);
+        break;
       case 4:
-        return hadamard_by_factor<4>(x, factor);
-      case 8:
-        return hadamard_by_factor<8>(x, factor);
+        factor_columns<4>(x, factor, n, y);
+        break;
       default:
-        return hadamard_by_factor<16>(x, factor);
+        factor_columns<8>(x, factor, n, y);
+        break;
+    }
+    for (int stride = 1; stride < n; stride *= 2) {
+      for (int a = 0; a < n; ++a) {
+        if ((a & stride) != 0) continue;
+        for (int i = 0; i < factor; i += kLanes) {
+          const F first = V::load(y[a] + i), second = V::load(y[a + stride] + i);
+          V::store(y[a] + i, V::add(first, second));
+          V::store(y[a + stride] + i, V::sub(first, second));
+        }
+      }
+    }
+    for (int i = 0; i < factor; ++i) {
+      for (int a = 0; a < n; ++a) x[i * n + a] = y[a][i];
     }
   }
 
@@ -166,8 +185,11 @@ struct EncodeBody {
     const float norm = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
     for (int r = 0; r < rows; ++r, x += dim) {
       for (int first = 0; first + block <= dim; first += block) {
-        if (factor != 1) hadamard_factor_stage(x + first, factor, n);
-        for (int b = 0; b < factor; ++b) hadamard_power(x + first + b * n, n);
+        if (factor != 1) {
+          hadamard_of_factor(x + first, factor, n);
+        } else {
+          hadamard_power(x + first, block);
+        }
       }
       for (int i = 0; i < dim; ++i) x[i] = x[i] * norm;
     }

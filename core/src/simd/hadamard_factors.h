@@ -6,6 +6,9 @@
 
 namespace kvant::simd {
 
+// Floats from one row to the next: rows are padded with zeros, so that they can be read in vectors of 16.
+inline constexpr int kHadamardStride = 32;
+
 namespace detail {
 
 // Quadratic character of a modulo the prime q: 0, 1 or -1.
@@ -21,9 +24,9 @@ constexpr int quadratic_character(int a, int q) {
 // q = 3 mod 4: I + S with S skew, rows in the order 0, -1, -2, ... and the first column negated, which makes
 // it symmetric.
 template <int kOrder>
-constexpr std::array<float, kOrder * kOrder> paley_one() {
+constexpr std::array<float, kOrder * kHadamardStride> paley_one() {
   constexpr int q = kOrder - 1;
-  std::array<float, kOrder * kOrder> h{};
+  std::array<float, kOrder * kHadamardStride> h{};
   for (int i = 0; i < kOrder; ++i) {
     for (int j = 0; j < kOrder; ++j) {
       int sign = 1;
@@ -33,7 +36,7 @@ constexpr std::array<float, kOrder * kOrder> paley_one() {
         const int sum = (i - 1) + (j - 1);
         sign = sum % q == 0 ? 1 : quadratic_character(-sum, q);
       }
-      h[i * kOrder + j] = static_cast<float>(sign);
+      h[i * kHadamardStride + j] = static_cast<float>(sign);
     }
   }
   return h;
@@ -41,9 +44,9 @@ constexpr std::array<float, kOrder * kOrder> paley_one() {
 
 // q = 1 mod 4: C (x) [1 1; 1 -1] + I (x) [1 -1; -1 -1] with the symmetric conference matrix C of order q + 1.
 template <int kOrder>
-constexpr std::array<float, kOrder * kOrder> paley_two() {
+constexpr std::array<float, kOrder * kHadamardStride> paley_two() {
   constexpr int q = kOrder / 2 - 1;
-  std::array<float, kOrder * kOrder> h{};
+  std::array<float, kOrder * kHadamardStride> h{};
   for (int i = 0; i < kOrder; ++i) {
     for (int j = 0; j < kOrder; ++j) {
       const int a = i / 2, b = j / 2, p = i % 2, r = j % 2;
@@ -54,7 +57,7 @@ constexpr std::array<float, kOrder * kOrder> paley_two() {
         const int c = (a == 0 || b == 0) ? 1 : quadratic_character(a - b, q);
         sign = (p == 1 && r == 1) ? -c : c;
       }
-      h[i * kOrder + j] = static_cast<float>(sign);
+      h[i * kHadamardStride + j] = static_cast<float>(sign);
     }
   }
   return h;
@@ -62,9 +65,9 @@ constexpr std::array<float, kOrder * kOrder> paley_two() {
 
 }  // namespace detail
 
-inline constexpr std::array<float, 144> kHadamard12 = detail::paley_one<12>();
-inline constexpr std::array<float, 400> kHadamard20 = detail::paley_one<20>();
-inline constexpr std::array<float, 784> kHadamard28 = detail::paley_two<28>();
+inline constexpr std::array<float, 12 * kHadamardStride> kHadamard12 = detail::paley_one<12>();
+inline constexpr std::array<float, 20 * kHadamardStride> kHadamard20 = detail::paley_one<20>();
+inline constexpr std::array<float, 28 * kHadamardStride> kHadamard28 = detail::paley_two<28>();
 
 // Factor in {1, 12, 20, 28} of a block 2^k * factor; 0 when it has no such form.
 constexpr int hadamard_factor(int block) {
