@@ -211,12 +211,8 @@ Status Bars::depth_0() {
   for (const auto& [path, name] : models.value()) {
     std::vector<DecodeRow> rows;
     KVANT_RETURN_IF_ERROR(measure(path, o_.cache + ";llama:f16", 0, 9, 16, 0, &rows));
-    const DecodeRow& own = find(rows, o_.cache);
-    const DecodeRow& peer = find(rows, "llama:f16");
-    add("depth-0", "decode at depth 0, " + name + ": against llama.cpp's best f16",
-        own.decode_tok_s / peer.decode_tok_s, 0.97,
-        fmt::format("{} {:.1f} tok/s{}, llama:f16 {:.1f}", own.cache, own.decode_tok_s, parts(own),
-                    peer.decode_tok_s));
+    add_decode("depth-0", "decode at depth 0, " + name + ": against llama.cpp's best f16", rows, "llama:f16",
+               0.97);
   }
   return {};
 }

@@ -121,6 +121,10 @@ void print_summary(const RunFlags& f, const Settings& s, const Session& session)
     std::fprintf(stderr, "  %-14s %15s bytes: the cache is %s%s\n", "f16 rows",
                  with_commas(use.f16_bytes).c_str(), beside_f16(use.total(), use.f16_bytes).c_str(),
                  use.quantized_share > 0 ? "" : "; nothing was read quantized yet");
+    if (use.skipped_share > 0) {
+      std::fprintf(stderr, "  %-14s %14.2f %% of value reads: weights too small to matter\n", "skipped",
+                   100 * use.skipped_share);
+    }
   }
   if (f.profile) print_profile(t);
   std::fprintf(stderr, "process  %s MiB resident at most\n", mib(peak_resident_bytes()).c_str());
@@ -154,7 +158,8 @@ nlohmann::json summary_json(const RunFlags& f, const Settings& s, const Session&
                           {"total", use.total()},
                           {"peak", use.peak_bytes},
                           {"f16", use.f16_bytes},
-                          {"quantized_read_share", use.quantized_share}}},
+                          {"quantized_read_share", use.quantized_share},
+                          {"skipped_read_share", use.skipped_share}}},
                         {"peak_resident_bytes", peak_resident_bytes()},
                         {"effective", eval::effective_json(session.context().reports())},
                         {"overridden", s.overridden},

@@ -84,7 +84,7 @@ Status Session::turn(const std::string& text, bool special,
 CacheUse Session::cache_use() const {
   CacheUse use;
   use.tokens = position_;
-  uint64_t pairs = 0, quantized = 0;
+  uint64_t pairs = 0, quantized = 0, skipped = 0;
   for (const ggml::CacheReport& c : context_->reports()) {
     use.memory.tile_bytes += c.memory.tile_bytes;
     use.memory.exact_row_bytes += c.memory.exact_row_bytes;
@@ -94,13 +94,17 @@ CacheUse Session::cache_use() const {
     use.peak_bytes += c.peak_bytes + c.engine_bytes;
     pairs += c.pairs_total;
     quantized += std::max(c.pairs_quantized, c.pairs_quantized_v);
+    skipped += c.pairs_skipped;
     for (const LayerScheme& layer : c.layers) {
       use.f16_bytes += sizeof(uint16_t) * static_cast<size_t>(layer.shape.n_kv_heads) *
                        static_cast<size_t>(layer.shape.key_dim + layer.shape.value_dim) *
                        static_cast<size_t>(c.used_slots);
     }
   }
-  use.quantized_share = pairs > 0 ? static_cast<double>(quantized) / static_cast<double>(pairs) : 0;
+  if (pairs > 0) {
+    use.quantized_share = static_cast<double>(quantized) / static_cast<double>(pairs);
+    use.skipped_share = static_cast<double>(skipped) / static_cast<double>(pairs);
+  }
   return use;
 }
 
