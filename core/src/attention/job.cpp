@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention/runner.h"
+#include "cache/side_page.h"
 #include "kvant/attention.h"
 #include "simd/kernels.h"
 
@@ -50,7 +51,7 @@ WorkspaceLayout workspace_layout(const SlotCache::Options& options) {
   w.thread_bytes = align_up(w.shared_query, 64) + w.prepared + 2 * w.state + strip_logits + 2 * logits +
                    row_floats + sums + masks + w.pv + floats;
   // Split: every group has one query preparation and one state per run.
-  w.max_runs = (options.n_slots + kRunPages * kPageTokens - 1) / (kRunPages * kPageTokens);
+  w.max_runs = (pages_for(options.n_slots) + kRunPages - 1) / kRunPages;
   int heads = 1;
   for (const LayerScheme& layer : options.layers) heads = std::max(heads, layer.shape.n_kv_heads);
   const int group = largest_group(options);

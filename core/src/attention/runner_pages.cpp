@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention/runner.h"
+#include "cache/side_page.h"
 #include "kvant/half.h"
 
 namespace kvant {
@@ -121,7 +122,7 @@ void AttentionRunner::row_logits(const Block& block, const Queries& queries, con
   const float* plain = queries.plain + static_cast<size_t>(h) * block.rows * dim;
   if (keys.row_mask != 0 && any(live.key_rows, block.rows)) {
     const bool merged = keys.tile_mask != 0 && any(live.key_tile, block.rows);
-    const uint16_t* rows = keys.rows + static_cast<size_t>(block.first_head + h) * kPageTokens * dim;
+    const uint16_t* rows = keys.rows + row_index(block.first_head + h, 0, kPageTokens, dim);
     uint64_t used = 0;
     for (int r = 0; r < block.rows; ++r) used |= live.key_rows[r];
     const int count = 64 - std::countl_zero(used);
@@ -131,7 +132,7 @@ void AttentionRunner::row_logits(const Block& block, const Queries& queries, con
   }
   if (keys.kept_mask != 0 && any(live.key_kept, block.rows)) {
     const int n = std::popcount(keys.kept_layout);
-    const uint16_t* rows = keys.kept + static_cast<size_t>(block.first_head + h) * n * dim;
+    const uint16_t* rows = keys.kept + row_index(block.first_head + h, 0, n, dim);
     kernels_.qk_rows(rows, rows, dim, n, false, dim, plain, block.rows, live.key_kept, scratch_);
     merge_lanes(block, live.key_kept, &keys.kept_layout, scratch_, logits);
   }
@@ -310,13 +311,13 @@ void AttentionRunner::add_exact_values(const Block& block, const StripPage& page
     in_kept |= value_rows[r] & ~values.row_mask;
   }
   if (in_rows != 0) {
-    const uint16_t* rows = values.rows + static_cast<size_t>(block.first_head + h) * kPageTokens * dim;
+    const uint16_t* rows = values.rows + row_index(block.first_head + h, 0, kPageTokens, dim);
     kernels_.pv_rows(rows, next_rows(block, page, h, Side::kValue), dim, 64 - std::countl_zero(in_rows),
                      false, dim, masked_weights(block, page.live, lanes, weights), block.rows, lanes, acc);
   }
   if (in_kept == 0) return;
   const int n = std::popcount(values.kept_layout);
-  const uint16_t* rows = values.kept + static_cast<size_t>(block.first_head + h) * n * dim;
+  const uint16_t* rows = values.kept + row_index(block.first_head + h, 0, n, dim);
   for (int r = 0; r < block.rows; ++r) {
     const uint64_t slots = value_rows[r] & ~values.row_mask;
     uint64_t bits = values.kept_layout;
@@ -336,7 +337,7 @@ const uint16_t* AttentionRunner::next_rows(const Block& block, const StripPage& 
                                            Side side) const {
   const int dim = dim_of(layer_.shape, side);
   const auto rows_of = [&](const SidePage& at, int head) {
-    return at.rows + static_cast<size_t>(block.first_head + head) * kPageTokens * dim;
+    return at.rows + row_index(block.first_head + head, 0, kPageTokens, dim);
   };
   const SidePage& here = side == Side::kKey ? *page.keys : *page.values;
   if (h + 1 < block.n_heads) return rows_of(here, h + 1);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "kvant/layer_scheme.h"
 #include "kvant/memory.h"
@@ -19,6 +20,39 @@ inline const Transform& transform_of(const HeadScheme& head, Side side) {
 // A side whose format is f16 stays in rows: it is never sealed.
 inline bool side_quantized(const LayerScheme& layer, Side side) {
   return !layer.exact && !format_of(layer.heads.front(), side).exact();
+}
+
+// Where things lie. A stream has fewer than 2^31 slots; everything that grows with streams, layers or
+// channels takes 64 bits.
+
+inline constexpr int kMaxSlots = std::numeric_limits<int32_t>::max() / kPageTokens * kPageTokens;
+
+inline int pages_for(int slots) { return static_cast<int>((int64_t{slots} + kPageTokens - 1) / kPageTokens); }
+
+struct SlotPlace {
+  int stream = 0, page = 0;
+  int t = 0;  // token of the page
+};
+
+// Of slot stream * (slots of a stream) + slot.
+inline SlotPlace place_of(int64_t global_slot, int n_pages) {
+  const int64_t page = global_slot / kPageTokens;
+  return {.stream = static_cast<int>(page / n_pages),
+          .page = static_cast<int>(page % n_pages),
+          .t = static_cast<int>(global_slot % kPageTokens)};
+}
+
+// In SidePage[n_layers][n_streams][n_pages][2].
+inline size_t side_page_index(int layer, int stream, int page, Side side, int n_streams, int n_pages) {
+  const size_t row =
+      static_cast<size_t>(layer) * static_cast<size_t>(n_streams) + static_cast<size_t>(stream);
+  return (row * static_cast<size_t>(n_pages) + static_cast<size_t>(page)) * 2 + static_cast<size_t>(side);
+}
+
+// First word of a row in [n_kv_heads][rows_per_head][dim].
+inline size_t row_index(int head, int row, int rows_per_head, int dim) {
+  return (static_cast<size_t>(head) * static_cast<size_t>(rows_per_head) + static_cast<size_t>(row)) *
+         static_cast<size_t>(dim);
 }
 
 inline size_t row_page_bytes(const LayerShape& shape, Side side) {

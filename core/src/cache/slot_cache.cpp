@@ -19,6 +19,13 @@ size_t page_table_bytes(const SlotCache::Options& options, int n_pages) {
       options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage), 64);
 }
 
+Status check_run(int first_slot, int count, int n_pages) {
+  const int slots = n_pages * kPageTokens;
+  if (first_slot >= 0 && count >= 0 && first_slot <= slots && count <= slots - first_slot) return {};
+  return {Code::kOutOfRange, std::to_string(count) + " slots from " + std::to_string(first_slot) +
+                                 ": a stream has " + std::to_string(slots)};
+}
+
 // nullptr when there is no memory for it.
 void* copy_of(MemoryPool* pool, const void* from, size_t bytes, Use use) {
   void* to = pool->allocate(bytes, use);
@@ -33,13 +40,17 @@ SlotCache::SlotCache(Options options) : options_(std::move(options)), pool_(opti
 Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
   if (options.layers.empty()) return Status(Code::kInvalidArgument, "layers: at least one layer is needed");
   if (options.n_slots < 1) return Status(Code::kInvalidArgument, "n_slots: at least 1 is needed");
+  if (options.n_slots > kMaxSlots) {
+    return Status(Code::kUnsupported, "n_slots: " + std::to_string(options.n_slots) + " is more than " +
+                                          std::to_string(kMaxSlots) + ", the most that a stream can have");
+  }
   if (options.n_streams < 1) return Status(Code::kInvalidArgument, "n_streams: at least 1 is needed");
   if (options.window < 0 || options.sinks < 0) {
     return Status(Code::kInvalidArgument, "window and sinks: 0 is the least");
   }
   std::unique_ptr<SlotCache> cache(new SlotCache(std::move(options)));
   SlotCache& c = *cache;
-  c.n_pages_ = (c.options_.n_slots + kPageTokens - 1) / kPageTokens;
+  c.n_pages_ = pages_for(c.options_.n_slots);
   c.table_ = std::make_unique<SlotTable>(c.n_pages_, c.options_.n_streams, &c.pool_);
   c.pages_ = PoolBuffer(&c.pool_, page_table_bytes(c.options_, c.n_pages_), Use::kTables);
   // Before any return: the destructor looks at every page.
@@ -55,9 +66,8 @@ Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
 SlotCache::~SlotCache() { free_everything(); }
 
 SidePage& SlotCache::page_ref(int layer, int stream, int page, Side side) {
-  const size_t index = ((static_cast<size_t>(layer) * options_.n_streams + stream) * n_pages_ + page) * 2 +
-                       static_cast<int>(side);
-  return reinterpret_cast<SidePage*>(pages_.data())[index];
+  return reinterpret_cast<SidePage*>(
+      pages_.data())[side_page_index(layer, stream, page, side, options_.n_streams, n_pages_)];
 }
 
 const SidePage& SlotCache::side_page(LayerId layer, StreamId stream, int page, Side side) const {
@@ -173,8 +183,8 @@ void SlotCache::drop_rows(int layer, int stream, int page, Side side) {
     for (int head = 0; head < shape.n_kv_heads; ++head) {
       for (int t = 0; t < kPageTokens; ++t) {
         if (((sinks >> t) & 1) == 0) continue;
-        std::memcpy(kept + (static_cast<size_t>(head) * n + kept_row(sinks, t)) * dim,
-                    sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, dim * sizeof(uint16_t));
+        std::memcpy(kept + row_index(head, kept_row(sinks, t), n, dim),
+                    sp.rows + row_index(head, t, kPageTokens, dim), dim * sizeof(uint16_t));
       }
     }
     free_kept(layer, &sp, side);
@@ -214,9 +224,8 @@ Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot,
       tile += format.tile_bytes();
       continue;
     }
-    const uint16_t* row =
-        in_rows ? sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim
-                : sp.kept + (static_cast<size_t>(head) * kept_rows + kept_row(sp.kept_layout, t)) * dim;
+    const uint16_t* row = in_rows ? sp.rows + row_index(head, t, kPageTokens, dim)
+                                  : sp.kept + row_index(head, kept_row(sp.kept_layout, t), kept_rows, dim);
     for (int c = 0; c < dim; ++c) to[c] = half_to_float(row[c]);
   }
   return {};
@@ -224,11 +233,7 @@ Status SlotCache::read_slot(LayerId layer, Side side, StreamId stream, int slot,
 
 Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count,
                             uint16_t* out) const {
-  if (first_slot < 0 || count < 0 || first_slot + count > n_pages_ * kPageTokens) {
-    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " +
-                                   std::to_string(first_slot + count) + ": a stream has " +
-                                   std::to_string(n_pages_ * kPageTokens)};
-  }
+  KVANT_RETURN_IF_ERROR(check_run(first_slot, count, n_pages_));
   const LayerScheme& scheme = options_.layers[layer.value];
   const int dim = dim_of(scheme.shape, side);
   const int n_heads = scheme.shape.n_kv_heads;
@@ -255,7 +260,7 @@ Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first
         decoded_page = page;
       }
       for (int head = 0; head < n_heads; ++head) {
-        const float* x = tiles.data() + (static_cast<size_t>(head) * kPageTokens + t) * dim;
+        const float* x = tiles.data() + row_index(head, t, kPageTokens, dim);
         for (int c = 0; c < dim; ++c) to[head * dim + c] = float_to_half(x[c]);
       }
       continue;
@@ -263,9 +268,9 @@ Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first
     for (int head = 0; head < n_heads; ++head) {
       const uint16_t* row = nullptr;
       if ((sp.row_mask >> t) & 1) {
-        row = sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim;
+        row = sp.rows + row_index(head, t, kPageTokens, dim);
       } else if ((sp.kept_mask >> t) & 1) {
-        row = sp.kept + (static_cast<size_t>(head) * kept_rows + kept_row(sp.kept_layout, t)) * dim;
+        row = sp.kept + row_index(head, kept_row(sp.kept_layout, t), kept_rows, dim);
       }
       if (row != nullptr) {
         std::memcpy(to + head * dim, row, dim * sizeof(uint16_t));
@@ -279,11 +284,7 @@ Status SlotCache::read_rows(LayerId layer, Side side, StreamId stream, int first
 
 Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int first_slot, int count,
                              const uint16_t* in) {
-  if (first_slot < 0 || count < 0 || first_slot + count > n_pages_ * kPageTokens) {
-    return {Code::kOutOfRange, "slots " + std::to_string(first_slot) + " .. " +
-                                   std::to_string(first_slot + count) + ": a stream has " +
-                                   std::to_string(n_pages_ * kPageTokens)};
-  }
+  KVANT_RETURN_IF_ERROR(check_run(first_slot, count, n_pages_));
   const LayerShape& shape = options_.layers[layer.value].shape;
   const int dim = dim_of(shape, side);
   const int width = shape.n_kv_heads * dim;
@@ -313,7 +314,7 @@ Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int firs
     forget_slot(layer.value, stream.value, slot, side);
     SidePage& sp = page_ref(layer.value, stream.value, slot / kPageTokens, side);
     for (int head = 0; head < shape.n_kv_heads; ++head) {
-      std::memcpy(sp.rows + (static_cast<size_t>(head) * kPageTokens + slot % kPageTokens) * dim,
+      std::memcpy(sp.rows + row_index(head, slot % kPageTokens, kPageTokens, dim),
                   in + static_cast<size_t>(i) * width + static_cast<size_t>(head) * dim,
                   dim * sizeof(uint16_t));
     }
@@ -406,12 +407,12 @@ MemoryReport SlotCache::memory() const {
 }
 
 MemoryReport plan_memory(const SlotCache::Options& options, int tokens) {
-  const int n_pages = (options.n_slots + kPageTokens - 1) / kPageTokens;
+  const int n_pages = pages_for(options.n_slots);
   MemoryReport report;
   report.table_bytes =
       align_up(SlotTable::bytes(n_pages, options.n_streams), 64) + page_table_bytes(options, n_pages);
   report.workspace_bytes = AttentionWorkspace::bytes(options);
-  const int used_pages = (tokens + kPageTokens - 1) / kPageTokens;
+  const int used_pages = pages_for(tokens);
   // Pages below the one that holds the oldest token of the newest query's window are sealed.
   const int sealed_pages = std::max(0, tokens - std::max(options.window, 1)) / kPageTokens;
   for (const LayerScheme& layer : options.layers) {

@@ -32,10 +32,8 @@ Status SlotCache::begin_batch(std::span<const int64_t> slots, std::span<const in
   KVANT_RETURN_IF_ERROR(check_slots(slots));
   std::vector<BatchPage> pages;
   for (const int64_t slot : slots) {
-    const int64_t page = slot / kPageTokens;
-    const BatchPage one = {.stream = static_cast<int32_t>(page / n_pages_),
-                           .page = static_cast<int32_t>(page % n_pages_),
-                           .slots = uint64_t{1} << (slot % kPageTokens)};
+    const SlotPlace place = place_of(slot, n_pages_);
+    const BatchPage one = {.stream = place.stream, .page = place.page, .slots = uint64_t{1} << place.t};
     const auto same = [&](const BatchPage& p) { return p.stream == one.stream && p.page == one.page; };
     // Most batches are runs of slots.
     auto at = !pages.empty() && same(pages.back()) ? pages.end() - 1
@@ -192,14 +190,12 @@ void SlotCache::write(LayerId layer, Side side, std::span<const int64_t> slots, 
   batch_written_.store(true, std::memory_order_relaxed);
   const LayerShape& shape = options_.layers[layer.value].shape;
   const int dim = dim_of(shape, side);
-  const int64_t per_stream = static_cast<int64_t>(n_pages_) * kPageTokens;
   // Whole pages per thread: two threads never touch the masks of one page.
   for (size_t i = 0; i < slots.size(); ++i) {
-    const int64_t page = slots[i] / kPageTokens;
-    if (page % share.nth != share.ith) continue;
-    const int t = static_cast<int>(slots[i] % kPageTokens);
-    SidePage& sp = page_ref(layer.value, static_cast<int>(slots[i] / per_stream),
-                            static_cast<int>(page % n_pages_), side);
+    if (slots[i] / kPageTokens % share.nth != share.ith) continue;
+    const SlotPlace place = place_of(slots[i], n_pages_);
+    const int t = place.t;
+    SidePage& sp = page_ref(layer.value, place.stream, place.page, side);
     if (sp.rows == nullptr) {
       record_error({Code::kInternal, "write without begin_batch"});
       continue;
@@ -208,7 +204,7 @@ void SlotCache::write(LayerId layer, Side side, std::span<const int64_t> slots, 
     int bad_head = -1;
     for (int head = 0; head < shape.n_kv_heads; ++head) {
       const float* x = rows + i * row_stride + static_cast<size_t>(head) * dim;
-      uint16_t* to = sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim;
+      uint16_t* to = sp.rows + row_index(head, t, kPageTokens, dim);
       uint16_t any = 0;
       for (int c = 0; c < dim; ++c) {
         to[c] = float_to_half(x[c]);
@@ -219,7 +215,7 @@ void SlotCache::write(LayerId layer, Side side, std::span<const int64_t> slots, 
     }
     if (bad != 0) {
       for (int head = 0; head < shape.n_kv_heads; ++head) {
-        std::memset(sp.rows + (static_cast<size_t>(head) * kPageTokens + t) * dim, 0, dim * sizeof(uint16_t));
+        std::memset(sp.rows + row_index(head, t, kPageTokens, dim), 0, dim * sizeof(uint16_t));
       }
       record_error({Code::kBadValue, std::string("NaN or Inf in the ") + side_name(side) + " of layer " +
                                          std::to_string(layer.value) + ", KV head " +
@@ -258,7 +254,7 @@ void SlotCache::seal_page(const SealItem& item) {
   for (int head = 0; head < layer.shape.n_kv_heads; ++head) {
     const HeadScheme& scheme = layer.heads[head];
     const Format& format = format_of(scheme, item.side);
-    const uint16_t* rows = sp.rows + static_cast<size_t>(head) * kPageTokens * dim;
+    const uint16_t* rows = sp.rows + row_index(head, 0, kPageTokens, dim);
     for (int i = 0; i < kPageTokens * dim; ++i) x[i] = half_to_float(rows[i]);
     transform_of(scheme, item.side).apply(x, y, kPageTokens);
     // A page of nothing but sinks still needs a tile: their statistics are all there is.
