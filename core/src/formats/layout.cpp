@@ -50,8 +50,9 @@ Status split_bands(const FormatSpec& spec, TileLayout* layout) {
     return Status(Code::kUnsupported,
                   "format '" + format_spec_name(spec) + "': " + std::to_string(spec.n_widths) +
                       " bands do not fit a " + side_name(layout->side) + " head of " +
-                      std::to_string(layout->head_dim) + " channels (at least " + std::to_string(unit) +
-                      " each); nearest: '" + format_spec_name(fewer) + "'");
+                      std::to_string(layout->head_dim) + " channels, the smallest that they fit has " +
+                      std::to_string((spec.n_widths - 1) * unit + 8) + "; nearest: '" +
+                      format_spec_name(fewer) + "'");
   }
   int channel = 0;
   layout->n_bands = spec.n_widths;
