@@ -1,6 +1,7 @@
 // Cases about the exact window, sinks and sliding windows.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -69,6 +70,176 @@ TEST(WindowCases, C20SinksSurviveSealingAndCopy) {
   engine.copy_stream(0, 1);
   expect_exact(1, 70);
   EXPECT_EQ(test::stream_hash(engine.cache(), 0), test::stream_hash(engine.cache(), 1));
+}
+
+constexpr const char* kSinkSchemes[] = {"k=t4:s16,v=f16,kx=none,w=1,s=1", "k=t4:s16,v=t4,kx=none,w=1,s=16",
+                                        "k=c4,v=t8,w=64,s=4"};
+
+// Slot `slot` is a sink, its rows are the originals to the bit, and the query gives it the share of the
+// softmax that exact keys give it.
+void expect_sink(Engine* engine, const Entry& query, int slot, const std::string& what) {
+  ASSERT_NE((engine->cache().sink_mask(StreamId{query.stream}, slot / 64) >> (slot % 64)) & 1, 0u) << what;
+  std::vector<float> row(64);
+  for (const Side side : {Side::kKey, Side::kValue}) {
+    ASSERT_TRUE(
+        engine->cache().read_slot(LayerId{0}, side, StreamId{query.stream}, slot, false, row.data()).ok());
+    ASSERT_TRUE(test::same_bits(row, engine->original(0, side, query.stream, slot))) << what;
+  }
+  for (const AttentionPath path : {AttentionPath::kFused, AttentionPath::kDequantize}) {
+    const Outputs out = engine->attend({query}, {.path = path, .ref = true});
+    ASSERT_GT(out.ref[0][0], 0.8f) << what;
+    ASSERT_NEAR(out.engine[0][0], out.ref[0][0], 0.02f) << what;
+  }
+}
+
+// C20: a prefix taken over by another sequence that goes on differently: longer than the sinks, shorter than
+// them, a whole page.
+TEST(WindowCases, C20SinksSurvivePrefixReuse) {
+  for (const char* scheme : kSinkSchemes) {
+    for (const int prefix : {1, 8, 64, 100}) {
+      const std::string what = std::string(scheme) + " prefix " + std::to_string(prefix);
+      Engine engine({.scheme = scheme, .shapes = {{1, 1, 64, 64}}, .n_streams = 2}, spiked_sink());
+      engine.append(0, 0, 0, 270, 45);
+      const uint64_t before = test::stream_hash(engine.cache(), 0);
+      engine.copy_stream(0, 1);
+      for (int slot = 0; slot < 270; ++slot) {
+        if (slot < prefix) engine.owners(1)[slot].seq = 1;
+        if (slot >= prefix) engine.forget(1, slot);
+      }
+      engine.append(1, 1, prefix, 200 - prefix, 17);
+      expect_sink(&engine, {.stream = 1, .seq = 1, .pos = 199, .slot = 199}, 0, what);
+      EXPECT_EQ(test::stream_hash(engine.cache(), 0), before) << what;
+      // The same in place: the cache of the sequence is cut back to the prefix.
+      for (int slot = prefix; slot < 270; ++slot) engine.forget(0, slot);
+      engine.append(0, 0, prefix, 250 - prefix, 17);
+      expect_sink(&engine, {.seq = 0, .pos = 249, .slot = 249}, 0, what);
+      // Every token that is among the first of its sequence now, the new ones too.
+      const int sinks = engine.cache().options().sinks;
+      for (int t = 0; t < sinks; ++t) expect_sink(&engine, {.seq = 0, .pos = 249, .slot = 249}, t, what);
+      EXPECT_EQ(engine.cache().memory().exact_row_bytes, engine.walk().exact_row_bytes);
+    }
+  }
+}
+
+// C20: the slots around a sink change hands, in its own sequence and among sequences of one stream.
+TEST(WindowCases, C20SinksSurviveEviction) {
+  for (const char* scheme : kSinkSchemes) {
+    // Keep 4, drop 4..100; the next tokens take the free slots.
+    Engine engine({.scheme = scheme, .shapes = {{1, 1, 64, 64}}}, spiked_sink());
+    engine.append(0, 0, 0, 250, 50);
+    for (int slot = 4; slot <= 100; ++slot) engine.forget(0, slot);
+    for (int slot = 4; slot <= 100; ++slot) {
+      std::vector<Outputs> out;
+      ASSERT_TRUE(engine.step({{.pos = 246 + slot, .slot = slot}}, {}, &out).ok());
+      if (slot % 32 == 4) expect_sink(&engine, {.pos = 246 + slot, .slot = slot}, 0, scheme);
+    }
+    expect_sink(&engine, {.pos = 346, .slot = 100}, 0, scheme);
+
+    // Sequences 0 and 1 in every second slot; 1 goes, 2 takes its slots. Both sinks lie in one page.
+    Engine shared({.scheme = scheme, .shapes = {{1, 1, 64, 64}}}, spiked_sink());
+    const auto interleave = [&](int seq, int first_slot) {
+      for (int t = 0; t < 120; t += 4) {
+        std::vector<Entry> entries;
+        for (int i = t; i < t + 4; ++i) entries.push_back({.seq = seq, .pos = i, .slot = first_slot + 2 * i});
+        std::vector<Outputs> out;
+        ASSERT_TRUE(shared.step(entries, {}, &out).ok());
+      }
+    };
+    interleave(0, 0);
+    interleave(1, 1);
+    expect_sink(&shared, {.seq = 0, .pos = 119, .slot = 238}, 0, scheme);
+    expect_sink(&shared, {.seq = 1, .pos = 119, .slot = 239}, 1, scheme);
+    for (int slot = 1; slot < 240; slot += 2) shared.forget(0, slot);
+    interleave(2, 1);
+    expect_sink(&shared, {.seq = 0, .pos = 119, .slot = 238}, 0, scheme);
+    expect_sink(&shared, {.seq = 2, .pos = 119, .slot = 239}, 1, scheme);
+  }
+}
+
+// Key of one head after a rotation by `angle` positions: pairs (c, c + 32), base 10000.
+void rotate(float* key, int positions) {
+  for (int c = 0; c < 32; ++c) {
+    const double angle = positions * std::pow(10000.0, -c / 32.0);
+    const float a = key[c], b = key[c + 32];
+    key[c] = static_cast<float>(a * std::cos(angle) - b * std::sin(angle));
+    key[c + 32] = static_cast<float>(a * std::sin(angle) + b * std::cos(angle));
+  }
+}
+
+// As an engine shifts: keys are read, rotated and written back.
+void shift_keys(Engine* engine, int first_slot, int count, int positions) {
+  std::vector<uint16_t> keys(size_t{64} * count);
+  SlotCache& cache = engine->cache();
+  ASSERT_TRUE(cache.read_rows(LayerId{0}, Side::kKey, StreamId{0}, first_slot, count, keys.data()).ok());
+  for (int i = 0; i < count; ++i) {
+    float key[64];
+    for (int c = 0; c < 64; ++c) key[c] = half_to_float(keys[static_cast<size_t>(i) * 64 + c]);
+    rotate(key, positions);
+    for (int c = 0; c < 64; ++c) keys[static_cast<size_t>(i) * 64 + c] = float_to_half(key[c]);
+    engine->owners(0)[first_slot + i].pos += positions;
+  }
+  ASSERT_TRUE(cache.write_rows(LayerId{0}, Side::kKey, StreamId{0}, first_slot, count, keys.data()).ok());
+}
+
+// The first `tokens` are marked as sinks, their rows are the originals to the bit.
+void expect_exact_sinks(Engine* engine, int tokens, const std::string& what) {
+  std::vector<float> row(64);
+  for (int t = 0; t < tokens; ++t) {
+    ASSERT_NE((engine->cache().sink_mask(StreamId{0}, 0) >> t) & 1, 0u) << what << " token " << t;
+    for (const Side side : {Side::kKey, Side::kValue}) {
+      ASSERT_TRUE(engine->cache().read_slot(LayerId{0}, side, StreamId{0}, t, false, row.data()).ok());
+      ASSERT_TRUE(test::same_bits(row, engine->original(0, side, 0, t))) << what << " token " << t;
+    }
+  }
+}
+
+// Share of slot 0 in the softmax over the keys that slots 0 .. n_slots - 1 hold.
+double share_of_first(Engine* engine, int pos, int n_slots) {
+  const TokenRows token = spiked_sink()(0, engine->shape(), 0, pos);
+  std::vector<float> row(64);
+  double sum = 0, first = 0;
+  for (int slot = 0; slot < n_slots; ++slot) {
+    const Status status =
+        engine->cache().read_slot(LayerId{0}, Side::kKey, StreamId{0}, slot, false, row.data());
+    EXPECT_TRUE(status.ok()) << status.message();
+    double logit = 0;
+    for (int c = 0; c < 64; ++c) logit += static_cast<double>(token.q[c]) * row[c] / 8;
+    sum += std::exp(logit);
+    if (slot == 0) first = std::exp(logit);
+  }
+  return first / sum;
+}
+
+// C20: keep 4, drop 4..19, shift the others by -16; values and the kept keys are not touched.
+TEST(WindowCases, C20SinksSurviveShift) {
+  constexpr int kTokens = 200;
+  for (const char* scheme : kSinkSchemes) {
+    Engine engine({.scheme = scheme, .shapes = {{1, 1, 64, 64}}}, spiked_sink());
+    SlotCache& cache = engine.cache();
+    engine.append(0, 0, 0, kTokens, 40);
+    int newest = kTokens;
+    for (int round = 0; round < 3; ++round) {
+      const std::string what = std::string(scheme) + " round " + std::to_string(round);
+      for (int slot = 4; slot < 20; ++slot) engine.forget(0, slot);
+      std::vector<uint16_t> values(size_t{64} * kTokens), after(values.size());
+      ASSERT_TRUE(cache.read_rows(LayerId{0}, Side::kValue, StreamId{0}, 0, kTokens, values.data()).ok());
+      ASSERT_NO_FATAL_FAILURE(shift_keys(&engine, 20, kTokens - 20, -16));
+      newest -= 16;
+      // The next tokens take the free slots.
+      for (int slot = 4; slot < 20; ++slot, ++newest) {
+        std::vector<Outputs> out;
+        const Look look = {.path = AttentionPath::kDequantize, .dqref = true};
+        ASSERT_TRUE(engine.step({{.pos = newest, .slot = slot}}, look, &out).ok());
+        ASSERT_LT(test::relative_error(out[0].engine, out[0].dqref), 1e-5) << what;
+        ASSERT_GT(out[0].engine[0][0], 0.8f) << what;
+      }
+      ASSERT_TRUE(cache.read_rows(LayerId{0}, Side::kValue, StreamId{0}, 0, kTokens, after.data()).ok());
+      EXPECT_TRUE(std::equal(after.begin() + 64 * 20, after.end(), values.begin() + 64 * 20)) << what;
+      ASSERT_NO_FATAL_FAILURE(expect_exact_sinks(&engine, std::min(4, cache.options().sinks), what));
+      const Outputs last = engine.attend({{.pos = newest - 1, .slot = 19}}, {});
+      EXPECT_NEAR(last.engine[0][0], share_of_first(&engine, newest - 1, kTokens), 0.02) << what;
+    }
+  }
 }
 
 // C21: three zero logits and a sink logit of ln 3 share the softmax by halves, so V = 6 gives 3.

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 
+#include "formats/layout.h"
 #include "kvant/format.h"
 #include "kvant/half.h"
 #include "support/format_data.h"
@@ -106,45 +107,91 @@ TEST(DegenerateGroups, FirstRowZeroThenNormal) {
       kSomeHeadDims);
 }
 
-// The largest value of every group, over twelve decades; the bound of each format's grid.
-TEST(Metadata, EveryDecade) {
-  for_each_format(
-      [](const Format& format) {
-        const TileLayout& layout = format.layout();
-        const int n = layout.head_dim;
-        for (int decade = -6; decade <= 6; ++decade) {
-          const float size = std::pow(10.0f, static_cast<float>(decade));
-          if (layout.exact && (decade > 4 || decade < -4)) continue;  // outside of binary16's normal range
-          if (layout.asymmetric && decade > 4) continue;              // lows are binary16
-          // A ramp: no clip pays off, every level is used.
-          std::vector<float> x(static_cast<size_t>(kPageTokens) * n);
-          for (size_t i = 0; i < x.size(); ++i) {
-            const auto token = static_cast<int>(i / n), channel = static_cast<int>(i % n);
-            x[i] = size * (static_cast<float>((token * 5 + channel * 7) % 32) / 15.5f - 1.0f);
+// Half of the values are as large as any, of both signs in every group; the others use every level. So no
+// clip pays off, neither per token and band nor per channel.
+std::vector<float> full_range_tile(int head_dim, float size) {
+  std::vector<float> x(static_cast<size_t>(kPageTokens) * head_dim);
+  for (int t = 0; t < kPageTokens; ++t) {
+    for (int c = 0; c < head_dim; ++c) {
+      const float ramp = static_cast<float>((t * 5 + c * 7) % 32) / 15.5f - 1.0f;
+      const float end = (t / 2 + c / 2) % 2 != 0 ? 1.0f : -1.0f;
+      x[static_cast<size_t>(t) * head_dim + c] = size * ((t + c) % 2 != 0 ? end : ramp);
+    }
+  }
+  return x;
+}
+
+// C03: over twelve decades the error of a group's maximum is at most 1 / (2 qmax) + 2^-10 of it, qmax =
+// 2^(bits - 1) - 1, and that of every value half a step of a grid that ends at the maximum.
+TEST(Metadata, C03EveryDecade) {
+  for_each_format([](const Format& format) {
+    const TileLayout& layout = format.layout();
+    const int n = layout.head_dim;
+    for (int decade = -6; decade <= 6; ++decade) {
+      const float size = std::pow(10.0f, static_cast<float>(decade));
+      // Lows are binary16 and so are the rows of a cache: CaseC03.RowsBeyondBinary16AreRefused.
+      if (layout.asymmetric && decade > 4) continue;
+      if (layout.exact && (decade > 4 || decade < -4)) continue;  // outside of binary16's normal range
+      const std::vector<float> x = full_range_tile(n, size);
+      const Encoded out = encode_decode(format, x);
+      expect_finite(out.decoded);
+      // Lows have an absolute resolution of 2^-24 too.
+      const double low = layout.asymmetric ? 0x1p-24 : 0.0;
+      for (int b = 0; b < layout.n_bands; ++b) {
+        const BandLayout& band = layout.bands[b];
+        const double of_maximum = 1.0 / (2 * ((1 << (band.bits - 1)) - 1)) + 0x1p-10;
+        const double of_any = 1.0 / ((1 << band.bits) - 1) + 0x1p-10;
+        for (int t = 0; t < kPageTokens; ++t) {
+          for (int c = band.first_channel; c < band.first_channel + band.channels; ++c) {
+            const size_t i = static_cast<size_t>(t) * n + c;
+            const bool maximum = std::fabs(x[i]) == size;
+            ASSERT_LE(std::fabs(out.decoded[i] - x[i]),
+                      (maximum ? std::min(of_maximum, of_any) : of_any) * size + low)
+                << "decade " << decade << " token " << t << " channel " << c;
           }
+        }
+      }
+      for (size_t i = 0; i < x.size() && layout.exact; ++i)
+        ASSERT_LE(std::fabs(out.decoded[i] - x[i]), (layout.exact_bf16 ? 0x1p-8f : 0x1p-10f) * size);
+    }
+  });
+}
+
+// C03: a code is the nearest level of the grid that decoding reads, so the scale that encodes is the stored
+// one. Bands that are stored without their shrinkage (2 to 4 bits on a shared base) choose it before.
+TEST(Metadata, C03CodesFollowTheStoredScale) {
+  int checked = 0;
+  for_each_format(
+      [&](const Format& format) {
+        const TileLayout& layout = format.layout();
+        for (const float size : {1e-7f, 1e-3f, 1.0f, 3e4f}) {
+          const std::vector<float> x = normal_tile(layout.head_dim, 23, size / 4);
           const Encoded out = encode_decode(format, x);
-          expect_finite(out.decoded);
+          TileMetadata stored;
+          read_metadata(layout, out.bytes.data(), &stored);
           for (int b = 0; b < layout.n_bands; ++b) {
             const BandLayout& band = layout.bands[b];
-            const double qmax = (1 << band.bits) - 1;  // half steps from -1 to 1
-            // A scale of 4 or 8 bits may be a step of its own grid too small or too large.
-            const double slack = layout.token_scale == ScaleType::kLog4   ? 0.25
-                                 : layout.token_scale == ScaleType::kLog8 ? 0.125
-                                                                          : 0.0;
-            const double bound = (1 / qmax) * (1 + slack) * 1.5 + slack * 0.5 * (band.bits < 4) + 0x1p-9;
+            const bool base =
+                layout.token_scale == ScaleType::kLog4 || layout.token_scale == ScaleType::kLog8;
+            if (base && band.bits <= 4 && !layout.asymmetric) continue;
             for (int t = 0; t < kPageTokens; ++t) {
               for (int c = band.first_channel; c < band.first_channel + band.channels; ++c) {
-                const size_t i = static_cast<size_t>(t) * n + c;
-                // Lows are binary16 with an absolute resolution of 2^-25.
-                const double low = layout.asymmetric ? 0x1p-24 : 0.0;
-                ASSERT_LE(std::fabs(out.decoded[i] - x[i]), bound * size + low)
-                    << "decade " << decade << " token " << t << " channel " << c;
+                const size_t i = static_cast<size_t>(t) * layout.head_dim + c;
+                const double step = static_cast<double>(stored.token_scale[b][t]) * stored.channel_scale[c];
+                const double lowest = static_cast<double>(stored.token_low[b][t]) + stored.channel_centre[c] -
+                                      step * layout.mid(b);
+                const double highest = lowest + step * ((1 << band.bits) - 1);
+                const double nearest = std::clamp(static_cast<double>(x[i]), lowest, highest);
+                ASSERT_LE(std::fabs(out.decoded[i] - nearest), step * 0.5001 + 1e-6 * std::fabs(nearest))
+                    << size << " token " << t << " channel " << c;
+                ++checked;
               }
             }
           }
         }
       },
       kSomeHeadDims);
+  EXPECT_GT(checked, 1000000);
 }
 
 TEST(Metadata, ScalesThatBinary16CannotHold) {
