@@ -86,7 +86,7 @@ said "kvant: 288 slots"
 
 stock kv44 llama-completion -m "$KVANT_MODEL" -p x -n 1 -no-cnv && fail "KVANT_KV=kv44 was accepted"
 said "kvant: KVANT_KV=kv44"
-said "kv4"
+said "nearest is kv4"
 said "invalid device: KVANT"
 stock kv4 llama-completion -m "$KVANT_MODEL" -p x -n 1 -no-cnv -fa off && fail "-fa off was accepted"
 said "use -fa on"

@@ -142,6 +142,9 @@ TEST(Scheme, CanonicalTextParsesToTheSame) {
 TEST(Scheme, RefusalsNameTheFieldAndWhatIsLegal) {
   EXPECT_THAT(refusal(""), HasSubstr("take one of exact, kv8"));
   EXPECT_THAT(refusal("kv9"), HasSubstr("take one of exact, kv8"));
+  EXPECT_THAT(refusal("kv44,w=3"), HasSubstr("; nearest is kv4"));
+  EXPECT_THAT(refusal("exakt"), HasSubstr("; nearest is exact"));
+  EXPECT_THAT(refusal("cmp-kivi3"), HasSubstr("; nearest is cmp-kivi"));
   EXPECT_THAT(refusal("kv4,"), HasSubstr("ends in a comma"));
   EXPECT_THAT(refusal("kv4,kv5"), HasSubstr("'kv5' is neither"));
   EXPECT_THAT(refusal("k=t4,"), HasSubstr("neither"));

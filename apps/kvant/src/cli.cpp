@@ -31,12 +31,6 @@ void on_interrupt(int) {
 
 std::string shown_number(double x) { return fmt::format("{:g}", x); }
 
-std::vector<std::string> scheme_names() {
-  std::vector<std::string> names;
-  for (const RegisteredScheme& s : registered_schemes()) names.emplace_back(s.name);
-  return names;
-}
-
 // Variables of the environment that flags of this call override.
 void note_overrides(const CacheFlags& flags, std::vector<std::string>* out) {
   auto note = [&](const char* variable, bool given, const std::string& flag) {
@@ -184,14 +178,7 @@ Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlag
   if (flags.sinks >= 0) text += fmt::format(",s={}", flags.sinks);
   const Result<Scheme> parsed = parse_scheme(text);
   if (parsed.ok()) return text;
-  const std::string name = scheme.substr(0, scheme.find(','));
-  std::string hint;
-  if (name.find('=') == std::string::npos) {
-    const std::vector<std::string> names = scheme_names();
-    const std::string best = eval::nearest(name, names);
-    if (best != name) hint = "; nearest is " + best;
-  }
-  return Status(parsed.status().code(), std::string(shown) + ": " + parsed.status().message() + hint);
+  return Status(parsed.status().code(), std::string(shown) + ": " + parsed.status().message());
 }
 
 Result<std::string> read_file(const std::string& path) {

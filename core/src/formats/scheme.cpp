@@ -4,6 +4,7 @@
 #include <charconv>
 
 #include "formats/spec.h"
+#include "kvant/edit_distance.h"
 
 namespace kvant {
 namespace {
@@ -107,6 +108,15 @@ const RegisteredScheme* find_registered(std::string_view name) {
   return nullptr;
 }
 
+std::string_view nearest_registered(std::string_view name) {
+  const auto& all = registered_schemes();
+  const auto distance = [&](const RegisteredScheme& s) { return edit_distance(name.substr(0, 32), s.name); };
+  return std::min_element(
+             all.begin(), all.end(),
+             [&](const RegisteredScheme& a, const RegisteredScheme& b) { return distance(a) < distance(b); })
+      ->name;
+}
+
 std::string registered_names() {
   std::string names;
   for (const RegisteredScheme& scheme : registered_schemes()) {
@@ -157,8 +167,9 @@ Result<Scheme> parse_scheme(std::string_view text, bool calibrated) {
     if (first.size() == text.size()) return scheme;
     if (rest.empty()) return bad_scheme(text, "ends in a comma");
   } else if (first.find('=') == std::string_view::npos) {
-    return bad_scheme(text,
-                      "not known; take one of " + registered_names() + ", or fields " + std::string(kFields));
+    return bad_scheme(text, "not known; take one of " + registered_names() + ", or fields " +
+                                std::string(kFields) + "; nearest is " +
+                                std::string(nearest_registered(first)));
   } else {
     rest = text;
   }
