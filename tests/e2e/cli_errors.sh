@@ -59,6 +59,8 @@ refuse 2 "--kv: no cache is listed" eval -m "$model" -f text.txt --kv ,
 refuse 2 "--tests: 'copies' is none of" eval -m "$model" -f text.txt --tests copies
 refuse 2 "--weights: 'f16' is none of f32, native" eval -m "$model" -f text.txt --weights f16
 refuse 2 "--max-kl judges kvant's caches" eval -m "$model" -f text.txt --kv llama:q8_0 --max-kl 0.1
+refuse 3 "--window is an option of kvant's caches" eval -m "$model" -f text.txt --kv llama:q8_0 --window 64
+refuse 3 "--sinks is an option of kvant's caches" eval -m "$model" -f text.txt --kv llama:q8_0,llama:f16 --sinks 4
 refuse 2 "--filler /dev/null is empty" eval -m "$model" -f text.txt --filler /dev/null
 refuse 2 "are needed: the nearest --ctx-size is" eval -m "$model" -f text.txt --kv kv4 --weights native
 refuse 2 "no position lies beyond the exact window + 512; the nearest that works is 642" \

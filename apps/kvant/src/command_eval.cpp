@@ -148,6 +148,10 @@ Status read_candidates(EvalFlags* f) {
   if (f->max_kl >= 0 && !judged) {
     return {Code::kInvalidArgument, "--max-kl judges kvant's caches, and --kv lists none; for example kv4"};
   }
+  if (const std::string flag = first_kvant_flag(f->cache); !flag.empty() && !judged) {
+    return {Code::kUnsupported,
+            flag + " is an option of kvant's caches, and --kv lists none; for example kv4"};
+  }
   if (f->legs) f->options.candidates = eval::with_legs(f->options.candidates);
   return {};
 }
