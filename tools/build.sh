@@ -50,7 +50,7 @@ verb_test() {
   local junit="$KVANT_BUILD/tests.xml" rc=0
   rm -f "$junit"
   ctest --test-dir "$KVANT_BUILD" --output-on-failure --no-tests=error -j "$JOBS" --output-junit "$junit" "$@" || rc=$?
-  [ -f "$junit" ] || die "ctest wrote no report; no test ran"
+  [ -f "$junit" ] || die "ctest wrote no report: interrupted, or no test ran"
   # The counts close the output, whatever ctest says; either of the two can fail the run.
   report_counts "$junit" && [ "$rc" -eq 0 ]
 }

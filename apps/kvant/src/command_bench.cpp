@@ -19,7 +19,7 @@ namespace {
 
 struct AttentionFlags {
   eval::BenchAttentionOptions options;
-  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4,k=t4,v=t4,kv3,kv2", peers;
+  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4;k=t4,v=t4;kv3,kv2", peers;
   bool json = false;
 };
 
