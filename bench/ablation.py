@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures one ingredient of kvant's schemes at a time: the second table of docs/quality.md.
+"""Measures one ingredient of kvant's schemes at a time: a table for docs/quality.md.
 
 Each group changes one thing of a reference scheme; everything comes from one `kvant eval`, so that all rows share text,
 scored positions and baseline. Exit codes: 0, 2 wrong use, others: kvant's own.
