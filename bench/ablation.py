@@ -8,11 +8,9 @@ scored positions and baseline. Exit codes: 0, 2 wrong use, others: kvant's own.
 import argparse
 import json
 import os
-import pathlib
-import subprocess
 import sys
 
-from quality import put
+from quality import Bench, put
 
 K, V = "k=6-4-3-3", "v=4"  # kv4 with a calibration
 C, H = "k=c4a", "v=4,vx=hadamard"  # kv4 without
@@ -50,9 +48,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kvant", required=True, help="the kvant binary")
     parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("--name", required=True, help="of the model; the ladder's name finds the ladder's calibration")
     parser.add_argument("-f", "--file", required=True, help="text to evaluate on")
-    parser.add_argument("--filler", required=True, help="other text of the copy test")
-    parser.add_argument("--recipe", required=True, help="the model's calibration (kvant calibrate -o)")
+    parser.add_argument("--filler", required=True, help="calibration text and filler of the copy test")
+    parser.add_argument("--results", required=True, help="folder where calibrations are kept")
     parser.add_argument("-c", "--ctx-size", type=int, default=2048)
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
     parser.add_argument("--groups", help="only these groups, separated by commas")
@@ -65,21 +64,16 @@ def main():
     schemes = list(dict.fromkeys(scheme for _, _, scheme in rows))
     command = [args.kvant, "eval", "-m", args.model, "-f", args.file, "--filler", args.filler, "--no-speed", "--json", "-c",
                str(args.ctx_size), "-t", str(args.threads), "--kv", ";".join(schemes)]
-    done = subprocess.run(command, env=dict(os.environ, KVANT_RECIPE=args.recipe), stdout=subprocess.PIPE, check=False)
-    if done.returncode != 0:
-        return done.returncode
-    measured = {(row["test"], row["name"]): row for row in json.loads(done.stdout)["rows"]}
+    bench = Bench(args)
+    answer = json.loads(bench.run(command, bench.calibration(args.name, args.model)))
+    measured = {(row["test"], row["name"]): row for row in answer["rows"]}
     lines = ["| ingredient | | scheme | bits K / V | KL, text | 95 % | p99.9 | KL, copy | p99.9 |\n|---|---|---|---|---|---|---|---|---|"]
     for group, label, scheme in rows:
         row, copy = measured["text", scheme], measured["copy", scheme]
         kl = row["kl"]
         lines.append(f"| {group} | {label} | `{scheme}` | {row['bits_k']:.2f} / {row['bits_v']:.2f} | {kl['mean']:.5f} | "
-              f"{kl['lo']:.5f} .. {kl['hi']:.5f} | {kl['p999']:.3f} | {copy['kl']['mean']:.5f} | {copy['kl']['p999']:.3f} |")
-    table = "\n".join(lines) + "\n"
-    if args.report:
-        put(pathlib.Path(args.report), "ablation", table)
-    else:
-        print(table, end="")
+                     f"{kl['lo']:.5f} .. {kl['hi']:.5f} | {kl['p999']:.3f} | {copy['kl']['mean']:.5f} | {copy['kl']['p999']:.3f} |")
+    put(args.report, "ablation", "\n".join(lines) + "\n")
     return 0
 
 

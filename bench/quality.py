@@ -136,8 +136,12 @@ def bars(tests):
     return "\n".join(lines), all_hold
 
 
-def put(path, mark, text):
-    """Replaces what stands between the file's two marks, or the whole file where it has none."""
+def put(report, mark, text):
+    """Prints the text, or replaces with it what stands between the file's two marks, or the file where it has none."""
+    if not report:
+        print(text, end="")
+        return
+    path = pathlib.Path(report)
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     old = path.read_text() if path.exists() else ""
     if begin in old and end in old:
@@ -189,10 +193,7 @@ def main():
                 parts.append(f"### {model}, {text}, {'running text' if test == 'text' else 'copy test'}\n\n{table(rows)}\n")
     bar_lines, all_hold = bars(tests)
     report = "\n".join(parts) + f"\n### Bars\n\n{bar_lines}\n"
-    if args.report:
-        put(pathlib.Path(args.report), "ladder", report)
-    else:
-        print(report)
+    put(args.report, "ladder", report)
     return 0 if all_hold else 1
 
 

@@ -59,7 +59,6 @@ verb_test() {
 bench_quality() {
   local kvant="$KVANT_BUILD/bin/kvant" part="${1:-ladder}" gemma results="$KVANT_HOME/quality" models
   [ $# -eq 0 ] || shift
-  mkdir -p "$results"
   case "$part" in
     ladder)
       models=(--model "SmolLM2=$(model_file)")
@@ -68,10 +67,8 @@ bench_quality() {
       python3 "$KVANT_ROOT/bench/quality.py" --kvant "$kvant" "${models[@]}" --text "manual=$(text_file evaluation)" \
         --text "code=$(text_file code)" --filler "$(text_file calibration)" --results "$results" "$@" ;;
     ablation)
-      [ -f "$results/ablation.gguf" ] ||
-        "$kvant" calibrate -m "$(model_file)" -f "$(text_file calibration)" -o "$results/ablation.gguf"
-      python3 "$KVANT_ROOT/bench/ablation.py" --kvant "$kvant" -m "$(model_file)" -f "$(text_file evaluation)" \
-        --filler "$(text_file calibration)" --recipe "$results/ablation.gguf" "$@" ;;
+      python3 "$KVANT_ROOT/bench/ablation.py" --kvant "$kvant" -m "$(model_file)" --name SmolLM2 \
+        -f "$(text_file evaluation)" --filler "$(text_file calibration)" --results "$results" "$@" ;;
     *) die "bench quality: '$part' is not known; use ladder or ablation" ;;
   esac
 }

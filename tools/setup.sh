@@ -260,7 +260,7 @@ verb_setup() {
     "") setup_base ;;
     tools) setup_tools ;;
     server) with_setup_lock setup_server_locked ;;
-    gemma) with_setup_lock bash tools/fetch_gemma.sh "$KVANT_HOME/model/gemma" ;;
+    gemma) with_setup_lock bash tools/fetch_gemma.sh "$(dirname "$(gemma_file)")" ;;
     peers) with_setup_lock setup_peers_locked ;;
     *) die "setup: '$1' is not known; use tools, server, gemma or peers, or nothing" ;;
   esac

@@ -32,35 +32,16 @@ class Subject {
 class LlamaSubject : public Subject {
  public:
   LlamaSubject(std::unique_ptr<Context> context, const std::vector<llama_token>& tokens)
-      : context_(std::move(context)), tokens_(tokens) {}
+      : context_(std::move(context)), cache_(context_.get(), tokens) {}
 
-  Status fill(int depth) {
-    position_ = depth;
-    return fill_cache(context_.get(), tokens_, depth);
-  }
+  Status fill(int depth) { return cache_.fill(depth); }
 
   Status steps(int n, std::vector<double>* seconds) override {
-    for (int i = 0; i < n; ++i) {
-      const llama_token token = tokens_[static_cast<size_t>(position_) % tokens_.size()];
-      const double start = now_seconds();
-      KVANT_RETURN_IF_ERROR(context_->decode({&token, 1}, position_, 0));
-      if (context_->logits(0) == nullptr) return {Code::kInternal, "llama.cpp gave no logits"};
-      seconds->push_back(now_seconds() - start);
-      ++position_;
-    }
+    for (int i = 0; i < n; ++i) KVANT_RETURN_IF_ERROR(cache_.step(&seconds->emplace_back()));
     return {};
   }
 
-  Status prefill(int n, double* seconds) override {
-    std::vector<llama_token> batch(n);
-    for (int i = 0; i < n; ++i) batch[i] = tokens_[static_cast<size_t>(i) % tokens_.size()];
-    const double start = now_seconds();
-    KVANT_RETURN_IF_ERROR(context_->decode(batch, position_, n - 1));
-    llama_synchronize(context_->get());
-    *seconds = now_seconds() - start;
-    position_ += n;
-    return {};
-  }
+  Status prefill(int n, double* seconds) override { return cache_.prefill(n, seconds); }
 
   size_t cache_bytes() const override {
     size_t bytes = 0;
@@ -70,8 +51,7 @@ class LlamaSubject : public Subject {
 
  private:
   std::unique_ptr<Context> context_;
-  const std::vector<llama_token>& tokens_;
-  int position_ = 0;
+  FilledCache cache_;
 };
 
 class IkSubject : public Subject {
@@ -133,9 +113,6 @@ Result<std::unique_ptr<Subject>> make_subject(const BenchDecodeOptions& o, const
   if (!context.ok()) return context.status();
   auto subject = std::make_unique<LlamaSubject>(std::move(context.value()), models.tokens);
   KVANT_RETURN_IF_ERROR(subject->fill(depth));
-  // The first step over a filled cache encodes all of it.
-  std::vector<double> warm;
-  KVANT_RETURN_IF_ERROR(subject->steps(1, &warm));
   return std::unique_ptr<Subject>(std::move(subject));
 }
 

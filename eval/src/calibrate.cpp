@@ -311,11 +311,10 @@ void add_layer(int layer, const LayerMoments& m, const OutputWeights& output, do
 }
 
 Status check_finite(const std::vector<std::shared_ptr<const CalibratedBasis>>& heads, Side side, int layer) {
-  const auto finite = [](const std::vector<float>& x) {
-    return std::all_of(x.begin(), x.end(), [](float v) { return std::isfinite(v); });
-  };
+  using ggml::all_finite;
   for (size_t h = 0; h < heads.size(); ++h) {
-    if (finite(heads[h]->forward) && finite(heads[h]->centre) && finite(heads[h]->error.spectrum)) continue;
+    const CalibratedBasis& head = *heads[h];
+    if (all_finite(head.forward) && all_finite(head.centre) && all_finite(head.error.spectrum)) continue;
     return {Code::kBadValue, std::string("NaN or Inf in a ") + side_name(side) + " of layer " +
                                  std::to_string(layer) + ", KV head " + std::to_string(h)};
   }

@@ -27,28 +27,19 @@ bool works_without_flash(const Candidate& c) { return c.peer && !ggml_is_quantiz
 
 Status timed_run(Context* context, std::span<const llama_token> tokens, const EvaluateOptions& options,
                  Progress* progress, const std::string& what, Speed* out) {
-  const int depth = options.speed_tokens;
-  KVANT_RETURN_IF_ERROR(fill_cache(context, tokens, depth));
+  FilledCache cache(context, tokens);
+  KVANT_RETURN_IF_ERROR(cache.fill(options.speed_tokens));
   progress->step(kFillUnits, what);
-  // The first step over a filled cache encodes all of it.
-  KVANT_RETURN_IF_ERROR(context->decode(tokens.first(1), depth, 0));
   std::vector<double> times;
   for (int i = 0; i < options.decode_tokens; ++i) {
     if (progress->cancelled()) return {Code::kCancelled, "interrupted"};
-    const double t = now_seconds();
-    KVANT_RETURN_IF_ERROR(context->decode(tokens.subspan(i % tokens.size(), 1), depth + 1 + i, 0));
-    if (context->logits(0) == nullptr) return {Code::kInternal, "llama.cpp gave no logits"};
-    times.push_back(now_seconds() - t);
+    KVANT_RETURN_IF_ERROR(cache.step(&times.emplace_back()));
     progress->step(kStepUnits, what);
   }
   out->decode_tok_s = 1.0 / median(times);
-  const std::span<const llama_token> batch =
-      tokens.first(std::min<size_t>(kSpeedPrefillTokens, tokens.size()));
-  const double start = now_seconds();
-  KVANT_RETURN_IF_ERROR(
-      context->decode(batch, depth + 1 + options.decode_tokens, static_cast<int>(batch.size()) - 1));
-  llama_synchronize(context->get());
-  out->prefill_tok_s = static_cast<double>(batch.size()) / (now_seconds() - start);
+  double seconds = 0;
+  KVANT_RETURN_IF_ERROR(cache.prefill(kSpeedPrefillTokens, &seconds));
+  out->prefill_tok_s = kSpeedPrefillTokens / seconds;
   progress->step(kPrefillUnits, what);
   return {};
 }

@@ -182,10 +182,6 @@ std::vector<std::shared_ptr<const CalibratedBasis>> read_side(const SideTensors&
   return heads;
 }
 
-bool all_finite(const std::vector<float>& values) {
-  return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
-}
-
 // ggml allocates what the shapes in a file ask for, and ends the process when that is more than there is.
 Status check_extent(const std::string& path) {
   ggml_context* meta = nullptr;
@@ -204,6 +200,10 @@ Status check_extent(const std::string& path) {
 }
 
 }  // namespace
+
+bool all_finite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
+}
 
 Result<uint64_t> model_fingerprint(const std::string& model_path) {
   ggml_context* meta = nullptr;

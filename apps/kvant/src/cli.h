@@ -58,7 +58,8 @@ Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<st
 // `shown`: where the scheme comes from, for messages.
 Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags,
                                       const char* shown = "--kv");
-// The first of --window, --sinks, --attention, --recipe, --strict and --limit that is given; else empty.
+// The first of --window, --sinks, --attention, --isa, --recipe, --strict and --limit that is given; else
+// empty.
 std::string first_kvant_flag(const CacheFlags& flags);
 
 // Whole; at most 256 MiB.

@@ -33,8 +33,7 @@ struct CacheUse {
   size_t engine_bytes = 0, peak_bytes = 0;
   size_t f16_bytes = 0;  // the same tokens in binary16 rows
   double quantized_share = 0;
-  double skipped_share =
-      0;  // of all pairs: values that were not read, because their weights could not matter
+  double skipped_share = 0;  // of all pairs: values not read, because their weights could not matter
   size_t total() const { return memory.total() + engine_bytes; }
 };
 

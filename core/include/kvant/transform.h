@@ -55,7 +55,8 @@ class Transform {
   static Matrix transposed(const Matrix& matrix, int dim);
   // y = M x for the kind; `matrix` is for dense only.
   void multiply(const Matrix& matrix, const float* x, float* y, int rows) const;
-  void multiply_transposed(const Matrix& matrix, const float* x, float* y, int rows) const;
+  // y = A^-T x for kKey, A^-1 x for kValue.
+  void multiply_inverse(Side side, const float* x, float* y, int rows) const;
 
   int dim_ = 0;
   int block_ = 0;  // Hadamard block size

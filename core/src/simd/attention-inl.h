@@ -92,8 +92,6 @@ HWY_INLINE const BandLayout* bands_of(const TileLayout& layout) {
 HWY_INLINE uint32_t plane_offset_of(const BandLayout& band, int i) {
   return reinterpret_cast<const uint32_t*>(&band.plane_offset)[i];
 }
-// The middle of the codes, around which products are rounded also where codes start at a low.
-HWY_INLINE float middle_of(int bits) { return 0.5f * static_cast<float>((1 << bits) - 1); }
 HWY_INLINE bool has_token_low(const TileLayout& layout) { return layout.asymmetric && !layout.channel_scale; }
 
 // Rows of a call that have live tokens.

@@ -15,6 +15,9 @@ constexpr int query_terms(bool channel_scale, int bits) {
   return bits >= (channel_scale ? kTwoTermBitsOfScaledChannels : kTwoTermBits) ? 2 : 1;
 }
 
+// The middle of the codes, around which products are rounded also where codes start at a low.
+constexpr float middle_of(int bits) { return 0.5f * static_cast<float>((1 << bits) - 1); }
+
 // Largest |v| of a quantized query: one term, |v| <= 127; two terms, hi in [-63, 63], lo in [-32, 31].
 inline constexpr float kQueryMaxOneTerm = 127.0f;
 inline constexpr float kQueryMaxTwoTerms = 4063.0f;

@@ -59,9 +59,6 @@ float token_scale(const TileLayout& layout, const BandLayout& band, const std::b
   return 0.0f;
 }
 
-// The middle of the codes, around which products are rounded also where codes start at a low.
-float middle_of(const BandLayout& band) { return 0.5f * static_cast<float>((1 << band.bits) - 1); }
-
 bool has_token_low(const TileLayout& layout) { return layout.asymmetric && !layout.channel_scale; }
 
 float token_low(const BandLayout& band, const std::byte* tile, int t) {
@@ -101,7 +98,7 @@ void quantize_row(const TileLayout& layout, int b, int r, const float* x, const 
     }
   }
   q.scale[b * q.rows + r] = scale;
-  const float middle = middle_of(layout.bands[b]);
+  const float middle = middle_of(layout.bands[b].bits);
   q.offset[b * q.rows + r] = -middle * static_cast<float>(sum) * scale;
   if (layout.asymmetric) q.offset[b * q.rows + r] += middle * exact;
 }
@@ -286,7 +283,7 @@ void pv_tile(const TileLayout& layout, const std::byte* tile, const float* weigh
     for (int b = 0; b < layout.n_bands; ++b) {
       const BandLayout& band = layout.bands[b];
       const QuantizedWeights quantized = quantize_weights(layout, band, tile, w);
-      const float middle = middle_of(band);
+      const float middle = middle_of(band.bits);
       float shift = -middle * static_cast<float>(quantized.sum) * quantized.factor;
       for (int t = 0; layout.asymmetric && t < kPageTokens; ++t) {
         shift += middle * w[t] * token_scale(layout, band, tile, t);

@@ -174,8 +174,9 @@ void Transform::multiply(const Matrix& matrix, const float* x, float* y, int row
   }
 }
 
-void Transform::multiply_transposed(const Matrix& matrix, const float* x, float* y, int rows) const {
-  multiply(transposed(matrix, kind_ == TransformKind::kDense ? dim_ : 0), x, y, rows);
+void Transform::multiply_inverse(Side side, const float* x, float* y, int rows) const {
+  const bool ready = kind_ != TransformKind::kDense || side == side_;
+  multiply(ready ? inverse_ : transposed(inverse_, dim_), x, y, rows);
 }
 
 void Transform::apply(const float* x, float* y, int rows) const {
@@ -203,11 +204,11 @@ void Transform::invert(const float* y, float* x, int rows) const {
 }
 
 void Transform::apply_to_query(const float* q, float* out, int rows) const {
-  side_ == Side::kKey ? multiply(inverse_, q, out, rows) : multiply_transposed(inverse_, q, out, rows);
+  multiply_inverse(Side::kKey, q, out, rows);
 }
 
 void Transform::invert_output(const float* o, float* out, int rows) const {
-  side_ == Side::kValue ? multiply(inverse_, o, out, rows) : multiply_transposed(inverse_, o, out, rows);
+  multiply_inverse(Side::kValue, o, out, rows);
 }
 
 void Transform::centre_dot(const float* q, float* out, int rows) const {

@@ -38,6 +38,8 @@ uint64_t graph_fingerprint(struct ::ggml_cgraph* graph);
 std::string cache_home();
 std::string calibration_path(uint64_t fingerprint);
 
+bool all_finite(const std::vector<float>& values);
+
 Status save_calibration(const Calibration& calibration, const std::string& path);
 // kIo: cannot be read, or is no calibration; kCorrupt: damaged; kMismatch: made for another fingerprint
 // (unless `expected` is 0) or version.
