@@ -4,6 +4,10 @@ source_files() {
   git -C "$KVANT_ROOT" ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cc' '*.inc'
 }
 
+script_files() {
+  git -C "$KVANT_ROOT" ls-files --cached --others --exclude-standard -- run .ci/run '*.sh'
+}
+
 verb_format() {
   # shellcheck disable=SC2086
   with_setup_lock require_packages $PACKAGES_LINT
@@ -16,12 +20,31 @@ run_tidy() {
     --extra-arg=-Wno-unknown-warning-option "$@"
 }
 
+# early_readers FILES...: prints the pipes of shell scripts whose reader stops before the end of its input; fails when
+# there is one. The program before it may then die of SIGPIPE, and with pipefail the pipe fails, now and then.
+early_readers() {
+  awk '
+    FNR == 1 { joined = "" }
+    /^[ \t]*#/ { next }
+    /(\||\\)[ \t]*$/ { joined = joined $0 " "; next }
+    { line = joined $0; joined = "" }
+    line ~ /(^|[^|])\|&?[ \t]*(head|[ef]?grep([ \t]+-[^ \t]*)*[ \t]+(-[A-Za-z]*[qm]|--quiet|--silent|--max-count))/ {
+      print FILENAME ":" FNR ":" $0
+      found = 1
+    }
+    END { exit found }' "$@"
+}
+
 verb_lint() {
   # shellcheck disable=SC2086
   with_setup_lock require_packages $PACKAGES_LINT
   setup_base
   step "configure kvant" "$KVANT_BUILD/log-configure.txt" configure_main
-  git ls-files --cached --others --exclude-standard -- run '*.sh' | xargs -r shellcheck --shell=bash --external-sources
+  local scripts
+  mapfile -t scripts < <(script_files)
+  shellcheck --shell=bash --external-sources "${scripts[@]}"
+  early_readers "${scripts[@]}" >&2 ||
+    die "these pipes end early: let grep read to the end (>/dev/null instead of -q), or read a file"
   source_files | xargs -r clang-format --dry-run -Werror
   local kernels='^core/src/simd/(attention|encode)_(hwy128|avx2|avx512)\.cpp$'
   tidy_files() { source_files | grep -E '^(core|adapters|eval|apps)/.*\.cpp$'; }

@@ -25,7 +25,7 @@ LLAMA_PROGRAMS="llama-perplexity llama-bench llama-completion llama-batched-benc
 missing_packages() {
   local package
   for package in "$@"; do
-    dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || echo "$package"
+    [[ "$(dpkg-query -W -f='${Status}' "$package" 2>/dev/null)" == *"ok installed"* ]] || echo "$package"
   done
 }
 

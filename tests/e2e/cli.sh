@@ -14,11 +14,12 @@ for command in run eval formats plan env testmodel; do
   "$kvant" $command --help >help.txt
   grep -q "Examples:" help.txt
 done
-"$kvant" --help | grep -q "130  interrupted"
-"$kvant" --version | grep -Eq '^kvant [0-9.]+ \(ggml [0-9.]+\)$'
+"$kvant" --help >help.txt
+grep -q "130  interrupted" help.txt
+"$kvant" --version | grep -E '^kvant [0-9.]+ \(ggml [0-9.]+\)$' >/dev/null
 
 say "the exit codes of docs/cli.md are those of --help"
-"$kvant" --help | sed -n '/^Exit codes:/,$p' | sed -nE 's/^ *([0-9]+)  (.*)$/| \1 | \2 |/p' >codes.txt
+sed -n '/^Exit codes:/,$p' help.txt | sed -nE 's/^ *([0-9]+)  (.*)$/| \1 | \2 |/p' >codes.txt
 [ "$(wc -l <codes.txt)" -ge 10 ]
 while read -r line; do grep -qF "$line" "$KVANT_ROOT/docs/cli.md" || { echo "docs/cli.md lacks: $line"; exit 1; }; done <codes.txt
 
@@ -90,11 +91,19 @@ for part in "exact rows" "packed tiles" tables workspace "f16 rows" "tok/s"; do 
 
 say "run: the parts of a decode step add up"
 "$kvant" run -m "$model" -f prompt.txt -n 80 --ignore-eos --temp 0 --kv kv4,w=0 --profile --json >profile.json
+cp profile.json profile-1.json
+for attempt in 2 3; do "$kvant" run -m "$model" -p Hello -n 80 --ignore-eos --kv kv4,w=0 --profile --json >profile-$attempt.json; done
 json profile.json 'j["profile"]["steps"] == 80 == j["decode"]["tokens"]'
 json profile.json 'all(j["profile"][p + "_seconds"] > 0 for p in ("weights", "attention", "encode", "sampling", "other"))'
 json profile.json 'abs(sum(j["profile"][p + "_seconds"] for p in ("weights", "attention", "encode", "sampling", "other")) - j["profile"]["seconds"]) < 1e-6'
-json profile.json 'j["profile"]["weights_seconds"] > j["profile"]["encode_seconds"]'
-"$kvant" run -m "$model" -p "Hello" -n 2 --profile 2>&1 >/dev/null | grep -Eq "^  attention +[0-9.]+ ms +[0-9.]+ %"
+# A busy machine may stretch any part of one run.
+python3 - <<'PYTHON'
+import json
+runs = [json.load(open(f"profile-{n}.json"))["profile"] for n in (1, 2, 3)]
+assert any(p["weights_seconds"] > 5 * p["encode_seconds"] for p in runs), runs
+PYTHON
+"$kvant" run -m "$model" -p "Hello" -n 2 --profile >/dev/null 2>parts.txt
+grep -Eq "^  attention +[0-9.]+ ms +[0-9.]+ %" parts.txt
 code=0
 "$kvant" run -m "$model" -p "Hello" -n 2 --profile --kv llama:f16 >/dev/null 2>&1 || code=$?
 [ "$code" -eq 3 ]
@@ -110,7 +119,7 @@ fi
 say "run: Ctrl-C ends cleanly with the summary"
 "$kvant" run -m "$model" -p "Once upon a time" -n 100000 --ignore-eos -c 8192 >long.txt 2>long-summary.txt &
 pid=$!
-for _ in $(seq 300); do [ -s long.txt ] && break; sleep 0.1; done
+for _ in $(seq 1200); do [ -s long.txt ] && break; sleep 0.1; done
 sleep 1
 kill -INT "$pid"
 rc=0

@@ -19,7 +19,8 @@ words = shlex.split(j["command"])
 again = json.loads(subprocess.check_output([os.environ["KVANT_BIN"] + "/kvant", *words[1:], "--json"]))
 assert again["command"] == j["command"]
 PYTHON
-"$kvant" bench attention --kv kv4 --lengths 512 --layers 1 --forks 8 --repeats 1 | grep -q '^| kv4 | 512 |'
+"$kvant" bench attention --kv kv4 --lengths 512 --layers 1 --forks 8 --repeats 1 >table.txt
+grep -q '^| kv4 | 512 |' table.txt
 code=0
 "$kvant" bench attention --kv kv4 --peer llama:f16 --forks 2 --repeats 1 >/dev/null 2>refused.txt || code=$?
 [ "$code" -eq 3 ]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What users get wrong: the exit code of docs/cli.md, a message on stderr that names the option (and the nearest legal
 # value, where there is one), nothing on stdout.
-set -u
+set -euo pipefail
 kvant="$KVANT_BIN/kvant"
-cd "$KVANT_TEST_DIR" || exit 1
+cd "$KVANT_TEST_DIR"
 failed=0 checks=0
 
 # refuse CODE TEXT ARGUMENTS...: must fail with CODE and say TEXT.

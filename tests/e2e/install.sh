@@ -8,7 +8,7 @@ cmake -S "$KVANT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DKVANT_C
   -DCMAKE_CXX_COMPILER="$KVANT_CXX" -DCMAKE_CXX_COMPILER_LAUNCHER="$launcher" >/dev/null
 if grep -qiE 'ggml|llama' "$build/build.ninja"; then
   echo "core's build mentions ggml or llama:"
-  grep -iE 'ggml|llama' "$build/build.ninja" | head -n 5
+  grep -m 5 -iE 'ggml|llama' "$build/build.ninja"
   exit 1
 fi
 ninja -C "$build" >"$KVANT_TEST_DIR/build.log" || { tail -n 40 "$KVANT_TEST_DIR/build.log"; exit 1; }
