@@ -11,7 +11,7 @@ configure() {
 configure_main() {
   configure "$KVANT_BUILD" -DCMAKE_BUILD_TYPE=Release \
     -DKVANT_LLAMA_SOURCE="$(llama_source_dir)" -DKVANT_LLAMA_BUILD="$(llama_build_dir)" \
-    -DKVANT_MODEL="$(model_file)" -DKVANT_TEXT_DIR="$KVANT_HOME/text"
+    -DKVANT_MODEL="$(model_file)" -DKVANT_GEMMA="$(gemma_file)" -DKVANT_TEXT_DIR="$KVANT_HOME/text"
 }
 
 build_main() {
