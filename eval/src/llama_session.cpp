@@ -52,6 +52,7 @@ Status init_backends() {
       return;
     }
     ggml_backend_register(ggml::backend_reg());
+    ggml::print_errors(false);  // they come back as the status of what failed
     llama_backend_init();
   });
   return status;
@@ -116,6 +117,7 @@ Result<std::unique_ptr<Context>> Context::create(const Model& model, const Conte
                                                  const ggml::Options& kvant) {
   const bool on_kvant = model.device() == Device::kKvant;
   if (on_kvant) KVANT_RETURN_IF_ERROR(ggml::configure(kvant));
+  (void)ggml::take_error();  // of a context before
   std::unique_ptr<Context> context(new Context);
   context->options_ = options;
   context->first_cache_ = live_kvant_caches();
@@ -132,6 +134,10 @@ Result<std::unique_ptr<Context>> Context::create(const Model& model, const Conte
   params.no_perf = true;
   context->context_ = llama_init_from_model(model.get(), params);
   if (context->context_ == nullptr) {
+    if (Status status = ggml::take_error(); !status.ok()) {
+      take_last_error();
+      return status;
+    }
     return Status(Code::kUnsupported, "no context of " + std::to_string(options.n_ctx) +
                                           " tokens with cache types " + ggml_type_name(options.type_k) + "/" +
                                           ggml_type_name(options.type_v) + take_last_error());

@@ -62,8 +62,8 @@ said "window 64, sinks 16"
 grep -E 'kvant: 512 slots in .*, [1-9][0-9.]* % of key reads from packed tiles' "$log" >/dev/null ||
   fail "kv4 read nothing from packed tiles"
 
-gemma="$home/model/gemma/gemma-3-270m-q4_k_m.gguf"
-if [ -f "$gemma" ]; then
+gemma="${KVANT_GEMMA:-}"
+if [ -n "$gemma" ] && [ -f "$gemma" ]; then
   rm -f "$KVANT_TEST_DIR/base.kld"
   gemma32="$(f32_of "$gemma")"
   "$KVANT_BIN/kvant_backend_test" "$gemma32" "$text" greedy
@@ -75,8 +75,11 @@ fi
 
 stock kv4 llama-bench -m "$KVANT_MODEL" -p 128 -n 16 -r 1 -fa 1 || fail "llama-bench"
 said "tg16"
-stock kv4 llama-completion -m "$KVANT_MODEL" -p "The capital of France is" -n 8 -no-cnv --temp 0 || fail "llama-completion"
+KVANT_FOO=1 stock kv4 llama-completion -m "$KVANT_MODEL" -p "The capital of France is" -n 8 -no-cnv --temp 0 ||
+  fail "llama-completion"
 said "Paris"
+[ "$(grep -c "kvant: KVANT_FOO: not a variable of kvant, ignored; nearest is KVANT_KV" "$log")" -eq 1 ] ||
+  fail "KVANT_FOO must be said once"
 LLAMA_ARG_DEVICE=KVANT GGML_BACKEND_PATH="$module" KVANT_KV=kv8 KVANT_QUIET=1 "$KVANT_LLAMA_BIN/llama-completion" \
   -m "$KVANT_MODEL" -p "The capital of France is" -n 8 -no-cnv --temp 0 >"$log" 2>&1 </dev/null || fail "LLAMA_ARG_DEVICE"
 said "Paris"

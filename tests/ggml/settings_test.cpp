@@ -1,6 +1,8 @@
 // Options of the backend: text, environment, versions. Needs no model.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "../../adapters/ggml/src/cache_state.h"
@@ -66,9 +68,24 @@ TEST(Settings, MisspeltVariableIsAnError) {
     const Status status = options_from_environment({}, &o);
     EXPECT_EQ(status.code(), Code::kInvalidArgument);
     EXPECT_NE(status.message().find("KVANT_STRICT"), std::string::npos) << status.message();
+    EXPECT_TRUE(unknown_variables().empty());
   }
   const Variable other("KVANT_HOME", "/nowhere");
   EXPECT_TRUE(options_from_environment({}, &o).ok());
+}
+
+TEST(Settings, UnknownVariablesAreNamed) {
+  const Variable kv("KVANT_KV", "kv4"), home("KVANT_HOME", "/nowhere"), other("KVANTUM", "1");
+  EXPECT_TRUE(unknown_variables().empty());
+  const Variable foo("KVANT_FOO", "1"), recipes("KVANT_RECIPES_DIR", "x"), near_home("KVANT_HOMES", "x");
+  Options o;
+  EXPECT_TRUE(options_from_environment({}, &o).ok());
+  std::vector<std::string> lines = unknown_variables();
+  std::sort(lines.begin(), lines.end());
+  EXPECT_THAT(lines, testing::ElementsAre(
+                         "KVANT_FOO: not a variable of kvant, ignored; nearest is KVANT_KV",
+                         "KVANT_HOMES: not a variable of kvant, ignored; nearest is KVANT_HOME",
+                         "KVANT_RECIPES_DIR: not a variable of kvant, ignored; nearest is KVANT_RECIPE"));
 }
 
 TEST(Settings, ConfigureChecksSchemeAndRecipe) {

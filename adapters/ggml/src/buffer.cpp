@@ -29,10 +29,11 @@ size_t offset_in_base(const ggml_tensor* tensor, size_t offset) {
   return offset + (tensor->view_src != nullptr ? tensor->view_offs : 0);
 }
 
-// llama.cpp's calls have no way to fail: the error is printed, and the cache refuses to run on.
+// llama.cpp's calls have no way to fail: the error is kept and printed, and the cache refuses to run on.
 void keep_error(const CacheTensor& tensor, const Status& status) {
   if (status.ok()) return;
-  print_error(status.message());
+  keep_failure(status);
+  print_failure(status.message());
   tensor.state->set_broken(status);
 }
 
@@ -56,7 +57,8 @@ ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor
   buffer->buft = cache_buft();
   const Status status = b.state->add_tensor(tensor, side, layer);
   if (status.ok()) return GGML_STATUS_SUCCESS;
-  print_error(status.message());
+  keep_failure(status);
+  print_failure(status.message());
   return GGML_STATUS_FAILED;
 }
 

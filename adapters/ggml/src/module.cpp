@@ -12,5 +12,6 @@ extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backen
     kg::print_error(status.message() + "; the KVANT device is not available");
     return nullptr;
   }
+  for (const std::string& line : kg::unknown_variables()) kg::print_note(line);
   return kg::backend_reg();
 }

@@ -1,9 +1,12 @@
 // What runs and what it used: as structs, as JSON, as lines for people.
 #include <algorithm>
+#include <atomic>
 #include <cinttypes>
 #include <cstdio>
 #include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "buffer.h"
 #include "messages.h"
@@ -13,6 +16,10 @@ namespace kvant::ggml {
 namespace {
 
 constexpr double kMib = 1024.0 * 1024.0;
+
+std::mutex failure_mutex;
+Status last_failure;  // until it is taken
+std::atomic<bool> failures_are_printed = true;
 
 std::string format(const char* pattern, auto... values) {
   char text[512];
@@ -169,5 +176,21 @@ void print_error(const std::string& message) { std::fprintf(stderr, "kvant: %s\n
 void print_note(const std::string& message) {
   if (!options().quiet) std::fprintf(stderr, "kvant: %s\n", message.c_str());
 }
+
+void keep_failure(const Status& status) {
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  last_failure = status;
+}
+
+void print_failure(const std::string& message) {
+  if (failures_are_printed) print_error(message);
+}
+
+Status take_error() {
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  return std::exchange(last_failure, Status());
+}
+
+void print_errors(bool on) { failures_are_printed = on; }
 
 }  // namespace kvant::ggml

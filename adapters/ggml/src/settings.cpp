@@ -25,6 +25,11 @@ Options current_options;
 constexpr std::string_view kVariables[] = {"KVANT_KV",     "KVANT_ATTENTION", "KVANT_ISA",
                                            "KVANT_RECIPE", "KVANT_STRICT",    "KVANT_QUIET",
                                            "KVANT_SKIP",   "KVANT_LIMIT_MIB"};
+// Of the scripts and tests of the project.
+constexpr std::string_view kOtherVariables[] = {"KVANT_HOME",      "KVANT_BUILD",    "KVANT_JOBS",
+                                                "KVANT_ROOT",      "KVANT_TEST_DIR", "KVANT_BIN",
+                                                "KVANT_LLAMA_BIN", "KVANT_MODEL",    "KVANT_GEMMA",
+                                                "KVANT_TEXT_DIR",  "KVANT_CXX",      "KVANT_UPDATE_GOLDEN"};
 
 template <typename Values>
 std::string_view nearest(std::string_view text, const Values& values) {
@@ -95,15 +100,31 @@ std::string lower_key(std::string_view variable) {
   return key;
 }
 
-// A misspelt variable would be ignored silently. Other KVANT_ names belong to the scripts of the project.
-Status check_spelling() {
+template <typename Values>
+bool contains(const Values& values, std::string_view name) {
+  return std::find(std::begin(values), std::end(values), name) != std::end(values);
+}
+
+std::vector<std::string_view> unknown_names() {
+  std::vector<std::string_view> names;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     std::string_view name(*entry);
     name = name.substr(0, name.find('='));
-    if (name.substr(0, 6) != "KVANT_") continue;
-    if (std::find(std::begin(kVariables), std::end(kVariables), name) != std::end(kVariables)) continue;
+    if (name.starts_with("KVANT_") && !contains(kVariables, name) && !contains(kOtherVariables, name))
+      names.push_back(name);
+  }
+  return names;
+}
+
+bool misspelt(std::string_view name, std::string_view hint) {
+  return edit_distance(name, hint) <= (hint.size() > 9 ? 2U : 1U);
+}
+
+// A misspelt variable would not do what it was set for.
+Status check_spelling() {
+  for (const std::string_view name : unknown_names()) {
     const std::string_view hint = nearest(name, kVariables);
-    if (edit_distance(name, hint) <= (hint.size() > 9 ? 2U : 1U)) {
+    if (misspelt(name, hint)) {
       return {Code::kInvalidArgument,
               std::string(name) + ": not a variable of kvant; nearest is " + std::string(hint)};
     }
@@ -143,6 +164,18 @@ Status options_from_environment(Options base, Options* out) {
   }
   *out = std::move(base);
   return {};
+}
+
+std::vector<std::string> unknown_variables() {
+  std::vector<std::string> lines;
+  for (const std::string_view name : unknown_names()) {
+    std::string_view hint = nearest(name, kVariables);
+    if (misspelt(name, hint)) continue;
+    if (edit_distance(name, "KVANT_HOME") < edit_distance(name, hint)) hint = "KVANT_HOME";
+    lines.push_back(std::string(name) + ": not a variable of kvant, ignored; nearest is " +
+                    std::string(hint));
+  }
+  return lines;
 }
 
 Status options_from_text(std::string_view text, Options base, Options* out) {

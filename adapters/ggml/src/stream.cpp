@@ -1,7 +1,6 @@
 // A stream (ggml calls it backend): computes graphs, by way of their shadows.
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,18 +24,10 @@ struct Stream {
 
 Stream& stream_of(ggml_backend_t backend) { return *static_cast<Stream*>(backend->context); }
 
-std::mutex error_mutex;
-Status failed_status;  // of the last graph that could not be computed, until it is taken
-
-void keep_error(const Status& status) {
-  const std::lock_guard<std::mutex> lock(error_mutex);
-  failed_status = status;
-}
-
 void say_error(Stream* stream, const std::string& message) {
   if (message == stream->last_error) return;
   stream->last_error = message;
-  print_error(message);
+  print_failure(message);
 }
 
 bool in_slot_cache(const LayerScheme& layer) { return layer.effective != kEngineLayer; }
@@ -100,7 +91,7 @@ ggml_status stream_compute(ggml_backend_t backend, ggml_cgraph* graph) {
   if (error.code() == Code::kPoolExhausted)
     error = Status(error.code(), error.message() + " (KVANT_LIMIT_MIB or --limit raises it)");
   if (!error.ok()) {
-    keep_error(error);
+    keep_failure(error);
     say_error(&stream, error.message());
   } else if (status == GGML_STATUS_SUCCESS) {
     stream.last_error.clear();
@@ -123,11 +114,6 @@ void stream_free(ggml_backend_t backend) {
 }
 
 }  // namespace
-
-Status take_error() {
-  const std::lock_guard<std::mutex> lock(error_mutex);
-  return std::exchange(failed_status, Status());
-}
 
 ggml_backend_t make_stream(ggml_backend_dev_t device) {
   static ggml_guid guid = {0x6b, 0x76, 0x61, 0x6e, 0x74, 0x2d, 0x67, 0x67,

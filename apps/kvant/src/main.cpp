@@ -109,6 +109,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return usage_error(root, error);
   }
+  for (const std::string& line : ggml::unknown_variables())
+    std::fprintf(stderr, "kvant: warning: %s\n", line.c_str());
   for (const Command& command : commands) {
     if (command.app->parsed()) return command.action();
   }

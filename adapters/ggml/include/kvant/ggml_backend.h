@@ -40,6 +40,9 @@ Status configure(const Options& options);
 Options options();
 // Options from KVANT_* variables over `base`; the first malformed variable is the error.
 Status options_from_environment(Options base, Options* out);
+// A line for each KVANT_* variable that nothing reads, with the nearest that something does; without those
+// that are errors of options_from_environment().
+std::vector<std::string> unknown_variables();
 
 // One live cache (one llama.cpp cache object; models with window layers have two).
 struct CacheReport {
@@ -61,9 +64,12 @@ struct CacheReport {
 std::vector<CacheReport> report();
 void reset_counters();
 
-// Why the last graph that failed could not be computed, of any stream; ok when none failed since the last
-// call. Engines only see that a graph failed.
+// Why the last graph that failed could not be computed, of any stream, or what else failed since; ok when
+// nothing failed since the last call. Engines only see that a graph failed.
 Status take_error();
+// Whether errors of caches and graphs also go to stderr (the default). Off for programs that print what
+// take_error() gives.
+void print_errors(bool on);
 // What report() says, as one JSON object: {"version":1,"caches":[...]}; docs/backend.md lists the fields.
 std::string report_json();
 // One line for people: the scheme that the caches run, and what they used.
