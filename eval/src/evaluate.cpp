@@ -8,6 +8,7 @@
 #include "kvant/f32_weights.h"
 #include "kvant/llama_session.h"
 #include "kvant/model_shape.h"
+#include "kvant/peer_memory.h"
 #include "lockstep.h"
 #include "speed.h"
 

@@ -292,15 +292,4 @@ void fill_peer_sizes(const ModelShape& shape, int tokens, Row* row) {
   row->bytes_per_token_asymptotic = asymptotic;
 }
 
-size_t peer_cache_bytes(const ModelShape& shape, const Candidate& c, int n_ctx, int n_batch) {
-  double bytes = 0;
-  for (const ShapeLayer& layer : shape.layers) {
-    const Widths w = widths(layer.shape);
-    const int slots =
-        layer.windowed ? windowed_slots(n_ctx, shape.sliding_window, n_batch) : full_slots(n_ctx);
-    bytes += (w.keys * bytes_per_value(c.type_k) + w.values * bytes_per_value(c.type_v)) * slots;
-  }
-  return static_cast<size_t>(bytes);
-}
-
 }  // namespace kvant::eval

@@ -79,7 +79,5 @@ class Lockstep {
 // the row sizes of their types.
 void fill_sizes(const std::vector<ggml::CacheReport>& caches, int tokens, Row* row);
 void fill_peer_sizes(const ModelShape& shape, int tokens, Row* row);
-// What llama.cpp allocates for its own cache.
-size_t peer_cache_bytes(const ModelShape& shape, const Candidate& candidate, int n_ctx, int n_batch);
 
 }  // namespace kvant::eval

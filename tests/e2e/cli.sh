@@ -27,6 +27,13 @@ say "formats"
 "$kvant" formats --json >formats.json
 json formats.json 'j["version"] == 1 and len(j["formats"]) > 5 and all(2 <= f["bits_k"] <= 17 for f in j["formats"])'
 json formats.json '{"exact", "kv8", "kv4"} <= {s["name"] for s in j["schemes"]}'
+"$kvant" formats >formats.txt
+python3 - <<'PYTHON'
+import json, re
+ids = {f["name"]: f["id"] for f in json.load(open("formats.json"))["formats"]}
+shown = dict(re.findall(r"^(\S+) +(0x[0-9a-f]{8}) ", open("formats.txt").read(), re.M))
+assert {name: int(text, 16) for name, text in shown.items()} == ids, (shown, ids)
+PYTHON
 python3 - <<'PYTHON'
 import json, subprocess, os
 kvant = os.environ["KVANT_BIN"] + "/kvant"
@@ -59,6 +66,19 @@ say "plan: a model file and the same shape by hand agree"
 "$kvant" plan -m "$model" -c 2048 --kv kv4 --json >a.json
 "$kvant" plan --layers 30 --query-heads 9 --kv-heads 3 --head-dim 64 -c 2048 --kv kv4 --json >b.json
 python3 -c 'import json; a,b=(json.load(open(f))["plans"] for f in ("a.json","b.json")); assert a==b, (a,b)'
+
+say "plan: llama.cpp's own caches, to the byte that llama.cpp allocates"
+for types in q4_0 q8_0/q4_1 f32; do
+  "$kvant" plan -m "$model" -c 1000 --kv "kv4,llama:$types" --json >peer.json
+  "$kvant" run -v -m "$model" -p x -n 1 -c 1000 --kv "llama:$types" >/dev/null 2>peer.txt
+  python3 - <<'PYTHON'
+import json, re
+plan = json.load(open("peer.json"))["plans"][1]["bytes"]
+mib = float(re.search(r"KV buffer size = +([0-9.]+) MiB", open("peer.txt").read())[1])
+assert abs(plan["total"] / 2**20 - mib) < 0.006, (plan, mib)
+assert plan["total"] == plan["packed"] + plan["exact_rows"], plan
+PYTHON
+done
 
 say "run: completes, counts, and plan said the same bytes"
 "$kvant" run -m "$model" -f "$KVANT_TEXT_DIR/calibration.txt" -c 8192 --kv kv4 2>/dev/null --json >too-long.json && rc=0 || rc=$?
@@ -132,6 +152,20 @@ KVANT_KV=kv8 "$kvant" run -m "$model" -p "Hello" -n 2 --kv kv4 --json >override.
 json override.json '"KVANT_KV=kv8 is overridden by --kv kv4" in j["overridden"] and j["kv"] == "kv4"'
 KVANT_KV=kv8 "$kvant" run -m "$model" -p "Hello" -n 2 --json >variable.json
 json variable.json 'j["kv"] == "kv8"'
+KVANT_KV=kv5,llama:q8_0 "$kvant" plan -m "$model" --json >variable.json
+json variable.json '[p["kv"] for p in j["plans"]] == ["kv5", "llama:q8_0"] and j["overridden"] == []'
+KVANT_KV=kv5 "$kvant" plan -m "$model" --kv kv3 --json >override.json
+json override.json 'j["plans"][0]["kv"] == "kv3" and j["overridden"] == ["KVANT_KV=kv5 is overridden by --kv kv3"]'
+KVANT_KV=kv5 "$kvant" plan -m "$model" --kv kv3 2>said.txt >plan.txt
+grep -qx "kvant: KVANT_KV=kv5 is overridden by --kv kv3" said.txt
+KVANT_KV="kv8;exact" "$kvant" eval -m small.gguf -f "$KVANT_TEXT_DIR/evaluation.txt" -c 1024 --tests text --no-speed --json >variable.json
+json variable.json '[r["name"] for r in j["rows"]] == ["kv8", "exact"]'
+
+say "a variable that nothing reads is said, once, and changes nothing"
+"$kvant" env >plain.txt
+KVANT_FOO=1 "$kvant" env >env.txt 2>said.txt
+cmp plain.txt env.txt
+[ "$(cat said.txt)" = "kvant: warning: KVANT_FOO: not a variable of kvant, ignored; nearest is KVANT_KV" ]
 
 say "env: the exports name this build"
 "$kvant" env --kv kv8,w=64 --attention dequant >env.txt

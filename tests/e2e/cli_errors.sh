@@ -6,14 +6,14 @@ kvant="$KVANT_BIN/kvant"
 cd "$KVANT_TEST_DIR"
 failed=0 checks=0
 
-# refuse CODE TEXT ARGUMENTS...: must fail with CODE and say TEXT.
+# refuse CODE TEXT ARGUMENTS...: must fail with CODE and say TEXT in its only line.
 refuse() {
   local code="$1" text="$2" rc=0
   shift 2
   "$kvant" "$@" >out.txt 2>err.txt </dev/null || rc=$?
   checks=$((checks + 1))
-  if [ "$rc" -ne "$code" ] || ! grep -qF -- "$text" err.txt || [ -s out.txt ]; then
-    echo "kvant $*: exit $rc (wanted $code), stderr must hold '$text' and stdout nothing:"
+  if [ "$rc" -ne "$code" ] || ! grep -qF -- "$text" err.txt || [ "$(grep -c '^kvant' err.txt)" -gt 1 ] || [ -s out.txt ]; then
+    echo "kvant $*: exit $rc (wanted $code), stderr must say '$text' once and stdout nothing:"
     sed 's/^/  /' err.txt out.txt
     failed=$((failed + 1))
   fi
@@ -65,6 +65,9 @@ refuse 2 "--filler /dev/null is empty" eval -m "$model" -f text.txt --filler /de
 refuse 2 "are needed: the nearest --ctx-size is" eval -m "$model" -f text.txt --kv kv4 --weights native
 refuse 2 "no position lies beyond the exact window + 512; the nearest that works is 642" \
   eval -m "$model" -f "$KVANT_TEXT_DIR/evaluation.txt" --kv kv4 --weights native -c 256 --tests text
+refuse 2 "'q4' is not a cache type of llama.cpp; nearest is q4_" plan -m "$model" --kv llama:q4
+refuse 3 "--window is an option of kvant's caches" plan -m "$model" --kv llama:q4_0 --window 64
+refuse 3 "llama.cpp refuses head size 40" plan --layers 1 --kv-heads 1 --head-dim 40 --kv llama:f16/q4_0
 refuse 2 "--layers is needed" plan --head-dim 64
 refuse 2 "give one or the other" plan -m "$model" --layers 3
 refuse 2 "--head-dim: 20 is not in 32 to 256; nearest is 32" plan --layers 2 --kv-heads 1 --head-dim 20
@@ -135,12 +138,15 @@ fi
 export KVANT_KV=kv99
 refuse 2 "KVANT_KV: " env
 refuse 2 "nearest is kv" env
+refuse 2 "KVANT_KV: " plan -m "$model"
+refuse 2 "KVANT_KV: " eval -m "$model" -f text.txt
 unset KVANT_KV
 export KVANT_STRICT=maybe
 refuse 2 "KVANT_STRICT=maybe" run -m "$model" -p x
 unset KVANT_STRICT
 export KVANT_ATENTION=fused
 refuse 2 "nearest is KVANT_ATTENTION" env
+refuse 2 "nearest is KVANT_ATTENTION" plan -m "$model"
 unset KVANT_ATENTION
 
 echo "$checks bad inputs, $failed handled wrongly"

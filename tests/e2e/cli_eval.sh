@@ -120,12 +120,19 @@ assert rows["exact"]["bytes_per_token_asymptotic"] == 2 * 96 * 2, rows["exact"]
 PYTHON
 
 echo "-- Ctrl-C prints what is finished"
-"$kvant" eval -m "$KVANT_MODEL" -f "$text" --weights native --kv llama:q4_0 -c 8192 --windows 4 --tests text --no-speed >interrupted.txt &
+"$kvant" eval -m "$KVANT_MODEL" -f "$text" --weights native --kv llama:q4_0 -c 8192 --windows 4 --tests text --no-speed \
+  >interrupted.txt 2>progress.txt &
 pid=$!
-sleep 15
+for _ in $(seq 3000); do [ -s progress.txt ] && break; sleep 0.1; done
 kill -INT "$pid"
 rc=0
 wait "$pid" || rc=$?
 [ "$rc" -eq 130 ] || { echo "exit $rc after SIGINT"; exit 1; }
 grep -q "interrupted" interrupted.txt
+# Not a terminal: whole lines, without carriage returns, one per part.
+grep -Eqx 'kvant: +[0-9]+ %(, [0-9]+:[0-9]{2} left)?, text 1/4' progress.txt
+if grep -qv '^kvant: .* text [1-4]/4$' progress.txt || grep -q $'\r' progress.txt; then
+  cat -A progress.txt
+  exit 1
+fi
 echo "eval works"

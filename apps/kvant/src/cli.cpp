@@ -172,6 +172,15 @@ std::string first_kvant_flag(const CacheFlags& flags) {
   return flags.limit_mib > 0 ? "--limit" : "";
 }
 
+Wanted wanted_caches(const std::string& flag, const std::string& fallback,
+                     std::vector<std::string>* overridden) {
+  const char* variable = std::getenv("KVANT_KV");
+  if (flag.empty()) return variable != nullptr ? Wanted{variable, "KVANT_KV"} : Wanted{fallback};
+  if (variable != nullptr)
+    overridden->push_back(fmt::format("KVANT_KV={} is overridden by --kv {}", variable, flag));
+  return {flag};
+}
+
 Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags, const char* shown) {
   std::string text = scheme;
   if (flags.window >= 0) text += fmt::format(",w={}", flags.window);
@@ -230,15 +239,18 @@ ProgressLine::ProgressLine() : terminal_(isatty(STDERR_FILENO) == 1), start_(now
 
 void ProgressLine::show(double share, const std::string& what) {
   const double now = now_seconds();
-  if (!terminal_ || now - start_ < 2 || now - last_ < 0.25) return;
+  const bool due = terminal_ ? now - last_ >= 0.25 : what != part_ || now - last_ >= 30;
+  if (now - start_ < 2 || !due) return;
   last_ = now;
-  shown_ = true;
+  part_ = what;
+  shown_ = terminal_;
   std::string left;
   if (share > 0.01) {
     const int seconds = static_cast<int>(std::lround((now - start_) * (1 - share) / share));
     left = fmt::format(", {}:{:02} left", seconds / 60, seconds % 60);
   }
-  std::fprintf(stderr, "\r\033[Kkvant: %3.0f %%%s, %s", 100 * share, left.c_str(), what.c_str());
+  std::fprintf(stderr, "%skvant: %3.0f %%%s, %s%s", terminal_ ? "\r\033[K" : "", 100 * share, left.c_str(),
+               what.c_str(), terminal_ ? "" : "\n");
   std::fflush(stderr);
 }
 

@@ -58,6 +58,13 @@ Status cache_options(const CacheFlags& flags, ggml::Options* out, std::vector<st
 // `shown`: where the scheme comes from, for messages.
 Result<std::string> scheme_with_flags(const std::string& scheme, const CacheFlags& flags,
                                       const char* shown = "--kv");
+// The caches that --kv asks for (`flag`), else KVANT_KV, else `fallback`; `source` is their name in messages.
+struct Wanted {
+  std::string caches;
+  const char* source = "--kv";
+};
+Wanted wanted_caches(const std::string& flag, const std::string& fallback,
+                     std::vector<std::string>* overridden);
 // The first of --window, --sinks, --attention, --isa, --recipe, --strict and --limit that is given; else
 // empty.
 std::string first_kvant_flag(const CacheFlags& flags);
@@ -77,7 +84,8 @@ void write_json(const nlohmann::json& json);
 void catch_interrupt();
 bool interrupted();
 
-// Shows "kvant: 42 %, 1:23 left, text" on stderr, only on a terminal and after 2 seconds.
+// Shows "kvant: 42 %, 1:23 left, text" on stderr after 2 seconds: on a terminal as one line that changes,
+// elsewhere as a line whenever a part is done, and every 30 seconds.
 class ProgressLine {
  public:
   ProgressLine();
@@ -89,6 +97,7 @@ class ProgressLine {
   bool terminal_ = false;
   bool shown_ = false;
   double start_ = 0, last_ = 0;
+  std::string part_;  // of the last line
 };
 
 double now_seconds();

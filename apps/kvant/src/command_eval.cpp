@@ -121,27 +121,28 @@ void add_other_flags(CLI::App* app, EvalFlags* f) {
   app->add_flag("-v,--verbose", f->verbose, "llama.cpp's messages, and what runs per layer")->group("Output");
 }
 
-Status read_candidates(EvalFlags* f) {
-  const std::vector<std::string> lists = f->kv.empty() ? std::vector<std::string>{kDefaultCaches} : f->kv;
-  for (const std::string& list : lists) {
-    for (const std::string& text : eval::split_candidates(list)) {
-      std::string scheme = text;
-      if (!text.starts_with("llama:")) {
-        Result<std::string> checked = scheme_with_flags(text, f->cache);
-        if (!checked.ok()) return checked.status();
-        scheme = checked.value();
-      }
-      Result<eval::Candidate> candidate = eval::parse_candidate(scheme);
-      if (!candidate.ok()) return {candidate.status().code(), "--kv: " + candidate.status().message()};
-      for (const eval::Candidate& other : f->options.candidates) {
-        if (other.name == candidate.value().name)
-          return {Code::kInvalidArgument, "--kv: '" + text + "' is listed twice"};
-      }
-      f->options.candidates.push_back(std::move(candidate.value()));
+Status read_candidates(EvalFlags* f, std::vector<std::string>* overridden) {
+  // Several --kv are one list.
+  const auto [list, source] =
+      wanted_caches(fmt::format("{}", fmt::join(f->kv, ";")), kDefaultCaches, overridden);
+  const std::string where = std::string(source) + ": ";
+  for (const std::string& text : eval::split_candidates(list)) {
+    std::string scheme = text;
+    if (!text.starts_with("llama:")) {
+      Result<std::string> checked = scheme_with_flags(text, f->cache, source);
+      if (!checked.ok()) return checked.status();
+      scheme = checked.value();
     }
+    Result<eval::Candidate> candidate = eval::parse_candidate(scheme);
+    if (!candidate.ok()) return {candidate.status().code(), where + candidate.status().message()};
+    for (const eval::Candidate& other : f->options.candidates) {
+      if (other.name == candidate.value().name)
+        return {Code::kInvalidArgument, where + "'" + text + "' is listed twice"};
+    }
+    f->options.candidates.push_back(std::move(candidate.value()));
   }
   if (f->options.candidates.empty()) {
-    return {Code::kInvalidArgument, std::string("--kv: no cache is listed; for example ") + kDefaultCaches};
+    return {Code::kInvalidArgument, where + "no cache is listed; for example " + kDefaultCaches};
   }
   const bool judged = std::any_of(f->options.candidates.begin(), f->options.candidates.end(),
                                   [](const eval::Candidate& c) { return !c.peer; });
@@ -159,7 +160,7 @@ Status read_candidates(EvalFlags* f) {
 Status prepare(EvalFlags* f, std::vector<std::string>* overridden) {
   eval::EvaluateOptions& o = f->options;
   KVANT_RETURN_IF_ERROR(cache_options(f->cache, &o.kvant, overridden));
-  KVANT_RETURN_IF_ERROR(read_candidates(f));
+  KVANT_RETURN_IF_ERROR(read_candidates(f, overridden));
   o.model_path = f->model;
   o.text_test = f->tests.find("text") != std::string::npos;
   o.copy_test = f->tests.find("copy") != std::string::npos;

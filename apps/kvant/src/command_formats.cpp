@@ -143,7 +143,8 @@ int do_formats(const FormatsFlags& f) {
   std::vector<std::vector<std::string>> rows = {
       {"format", "id", "bits K", "bits V", "tile bytes K", "tile bytes V", "fused", "for", "scale axis"}};
   for (const Listed& l : formats.value()) {
-    rows.push_back({l.name, std::to_string(l.key.id()), fmt::format("{:.3f}", l.key.bits_per_value()),
+    rows.push_back({l.name, fmt::format("0x{:08x}", l.key.id()),
+                    fmt::format("{:.3f}", l.key.bits_per_value()),
                     fmt::format("{:.3f}", l.value.bits_per_value()), std::to_string(l.key.tile_bytes()),
                     std::to_string(l.value.tile_bytes()), fused(l.key), purpose(l.comparison), l.axis});
   }

@@ -13,25 +13,30 @@
 #include "kvant/candidate.h"
 #include "kvant/eval_report.h"
 #include "kvant/model_shape.h"
+#include "kvant/peer_memory.h"
 
 namespace kvant::cli {
 namespace {
 
 struct PlanFlags {
-  std::string model, kv = "exact,kv8,kv4";
+  std::string model, kv;
   int layers = 0, kv_heads = 0, query_heads = 0, head_dim = 0, value_dim = 0;
   CacheFlags cache;
   eval::PlanOptions options;
   bool json = false, markdown = false;
 };
 
+constexpr char kDefaultCaches[] = "exact,kv8,kv4";
+
 constexpr char kFooter[] =
     "\nExamples:\n"
     "  kvant plan -m model.gguf -c 32768 --sequences 4\n"
-    "  kvant plan --layers 32 --kv-heads 8 --head-dim 128 -c 131072 --kv kv8,kv4\n"
+    "  kvant plan --layers 32 --kv-heads 8 --head-dim 128 -c 131072 --kv llama:q4_0,kv8,kv4\n"
     "\nBytes are those of a cache whose every sequence holds --ctx-size tokens: the same formula as the "
     "allocator's\n"
-    "counter. Weights and llama.cpp's compute buffers are not counted.\n";
+    "counter; llama:TYPE is llama.cpp's own cache, allocated whole from the start. Weights and llama.cpp's "
+    "compute\n"
+    "buffers are not counted.\n";
 
 Result<eval::ModelShape> shape_of(const PlanFlags& f) {
   const bool by_hand = f.layers > 0 || f.kv_heads > 0 || f.head_dim > 0;
@@ -105,6 +110,28 @@ std::vector<std::string> plan_row(const std::string& scheme, const eval::Plan& p
           beside_f16(p.memory.total(), p.f16_bytes)};
 }
 
+Result<std::vector<eval::Candidate>> read_caches(const Wanted& wanted, const CacheFlags& flags) {
+  std::vector<eval::Candidate> caches;
+  const std::string where = std::string(wanted.source) + ": ";
+  bool any_kvant = false;
+  for (const std::string& text : eval::split_candidates(wanted.caches)) {
+    const bool peer = text.starts_with("llama:");
+    any_kvant = any_kvant || !peer;
+    Result<std::string> scheme = peer ? text : scheme_with_flags(text, flags, wanted.source);
+    if (!scheme.ok()) return scheme.status();
+    Result<eval::Candidate> cache = eval::parse_candidate(scheme.value());
+    if (!cache.ok()) return Status(cache.status().code(), where + cache.status().message());
+    caches.push_back(std::move(cache.value()));
+  }
+  if (caches.empty())
+    return Status(Code::kInvalidArgument, where + "no cache is listed; for example " + kDefaultCaches);
+  if (const std::string flag = first_kvant_flag(flags); !flag.empty() && !any_kvant) {
+    return Status(Code::kUnsupported,
+                  flag + " is an option of kvant's caches, and " + wanted.source + " lists none");
+  }
+  return caches;
+}
+
 int do_plan(const PlanFlags& f) {
   Result<eval::ModelShape> shape = shape_of(f);
   if (!shape.ok()) return fail(shape.status());
@@ -115,21 +142,24 @@ int do_plan(const PlanFlags& f) {
   if (!f.model.empty()) {
     if (Status status = find_calibration(f.model, &calibration); !status.ok()) return fail(status);
   }
+  ggml::Options environment;
+  if (Status status = ggml::options_from_environment({}, &environment); !status.ok()) return fail(status);
+  std::vector<std::string> overridden;
+  const Wanted wanted = wanted_caches(f.kv, kDefaultCaches, &overridden);
+  Result<std::vector<eval::Candidate>> caches = read_caches(wanted, f.cache);
+  if (!caches.ok()) return fail(caches.status());
   size_t f16 = 0;
-  for (const std::string& text : eval::split_candidates(f.kv)) {
-    Result<std::string> scheme = scheme_with_flags(text, f.cache);
-    if (!scheme.ok()) return fail(scheme.status());
+  for (const eval::Candidate& c : caches.value()) {
     eval::PlanOptions options = f.options;
-    options.scheme = scheme.value();
+    options.scheme = c.scheme;
     options.calibration = calibration ? &*calibration : nullptr;
-    Result<eval::Plan> plan = eval::plan_model(shape.value(), options);
+    Result<eval::Plan> plan =
+        c.peer ? eval::plan_peer(shape.value(), c, options) : eval::plan_model(shape.value(), options);
     if (!plan.ok()) return fail(plan.status());
     f16 = plan.value().f16_bytes;
-    rows.push_back(plan_row(scheme.value(), plan.value()));
-    plans.push_back(plan_json(scheme.value(), plan.value()));
+    rows.push_back(plan_row(c.name, plan.value()));
+    plans.push_back(plan_json(c.name, plan.value()));
   }
-  if (plans.empty())
-    return fail({Code::kInvalidArgument, "--kv: no scheme is listed; for example exact,kv8,kv4"});
   if (f.json) {
     const nlohmann::json j = {{"version", 1},
                               {"model", f.model.empty() ? nlohmann::json(nullptr) : nlohmann::json(f.model)},
@@ -138,10 +168,12 @@ int do_plan(const PlanFlags& f) {
                               {"sliding_window", shape.value().sliding_window},
                               {"ctx_size", f.options.context},
                               {"sequences", f.options.sequences},
+                              {"overridden", overridden},
                               {"plans", plans}};
     write_json(j);
     return kOk;
   }
+  for (const std::string& line : overridden) std::fprintf(stderr, "kvant: %s\n", line.c_str());
   std::printf("%s, %zu layers with a cache, %d sequences of %d tokens; f16 rows alone: %s bytes.\n\n",
               shape.value().name.c_str(), shape.value().layers.size(), f.options.sequences, f.options.context,
               with_commas(f16).c_str());
@@ -195,7 +227,8 @@ Command add_plan(CLI::App& root) {
   app->add_option("-t,--threads", f->options.threads, "threads, for the workspace (default: all cores)")
       ->check(whole_number(1, 512))
       ->type_name("N");
-  app->add_option("--kv", f->kv, "schemes (default exact,kv8,kv4)")->type_name("LIST");
+  app->add_option("--kv", f->kv, "schemes and llama:TYPE (default exact,kv8,kv4, or KVANT_KV)")
+      ->type_name("LIST");
   app->add_option("--window", f->cache.window, "exact recent tokens, instead of the scheme's")
       ->check(whole_number(0, 4096))
       ->type_name("N");

@@ -45,11 +45,7 @@ struct Settings {
 
 Status read_settings(const RunFlags& f, Settings* s) {
   KVANT_RETURN_IF_ERROR(cache_options(f.cache, &s->kvant, &s->overridden));
-  if (const char* kv = std::getenv("KVANT_KV"); kv != nullptr && !f.kv.empty()) {
-    s->overridden.push_back(fmt::format("KVANT_KV={} is overridden by --kv {}", kv, f.kv));
-  }
-  const std::string wanted = f.kv.empty() ? s->kvant.scheme : f.kv;
-  const char* source = f.kv.empty() ? "KVANT_KV" : "--kv";
+  const auto [wanted, source] = wanted_caches(f.kv, s->kvant.scheme, &s->overridden);
   std::string text = wanted;
   if (wanted.starts_with("llama:")) {
     if (const std::string flag = first_kvant_flag(f.cache); !flag.empty()) {
