@@ -137,7 +137,7 @@ Status read_candidates(EvalFlags* f, std::vector<std::string>* overridden) {
     if (!candidate.ok()) return {candidate.status().code(), where + candidate.status().message()};
     for (const eval::Candidate& other : f->options.candidates) {
       if (other.name == candidate.value().name)
-        return {Code::kInvalidArgument, where + "'" + text + "' is listed twice"};
+        return {Code::kInvalidArgument, fmt::format("{}'{}' is listed twice", where, text)};
     }
     f->options.candidates.push_back(std::move(candidate.value()));
   }
