@@ -35,12 +35,23 @@ ROWS = [
     ("key bands at 4 bits", "1", "k=4,v=4,w=128,s=16"),
     ("key bands at 4 bits", "2", "k=5-3,v=4,w=128,s=16"),
     ("key bands at 4 bits", "4", f"{K},v=4,w=128,s=16"),
+    ("key bands at 4 bits", "4, fitted per head", f"{K},v=4,w=128,s=16,fit=1"),
+    ("key bands at 3 bits", "4", "k=5-3-3-3,v=3,w=128,s=16"),
+    ("key bands at 3 bits", "4, fitted per head", "k=5-3-3-3,v=3,w=128,s=16,fit=1"),
+    ("key bands at 2 bits", "4", "k=4-2-2-2,v=2-2,w=128,s=16"),
+    ("key bands at 2 bits", "4, fitted per head", "k=4-2-2-2,v=2-2,w=128,s=16,fit=1"),
     ("value bands at 4 bits", "2", f"{K},v=5-3,w=128,s=16"),
     ("value bands at 4 bits", "4", f"{K},v=5-4-4-3,w=128,s=16"),
     ("key bands at 4 bits", "4, flatter", f"k=5-4-4-3,{V},w=128,s=16"),
     ("scales", "8 bits", f"{K}:s8,v=4:s8,w=128,s=16"),
     ("scales", "16 bits", f"{K}:s16,v=4:s16,w=128,s=16"),
     ("mean of uncalibrated keys", "page mean, then tokens", f"k=ct4,{H},w=128,s=16"),
+    ("for comparison", "one scale per layer and side", "cmp-static-tensor"),
+    ("for comparison", "one scale per head", "cmp-static-head"),
+    ("for comparison", "KIVI's layout", "cmp-kivi4"),
+    ("for comparison", "KIVI's layout, 2 bits", "cmp-kivi2"),
+    ("for comparison", "groups of 32", "cmp-groups8"),
+    ("for comparison", "groups of 32, 4 bits", "cmp-groups4"),
 ]
 
 

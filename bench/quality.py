@@ -18,22 +18,23 @@ import sys
 import time
 
 # Each list is one run, so that an interrupted ladder goes on where it was.
-PEERS = [["llama:q8_0", "llama:q5_0", "llama:q4_0"], ["llama:q4_1", "llama:q5_1", "llama:iq4_nl"],
+PEERS = [["llama:q8_0", "llama:q5_0", "llama:q4_0"], ["llama:q5_1"], ["llama:q4_1", "llama:iq4_nl"],
          ["llama:q8_0/q4_0", "llama:q5_0/q4_0"]]
 NAMED = ["exact", "kv8", "kv6", "kv5", "kv4", "kv3", "kv2"]
 PLAIN = ["kv8", "kv4", "kv3"]
 NO_WINDOW = "kv4,w=0,s=0"
 
-# (kvant's cache, most bits, peer, KL against the peer's on running text, on the copy test)
+# (kvant's cache, most bits, peer, KL against the peer's on running text, on the copy test, the peer of about the same
+# bytes, whose p99.9 and maximum must be worse: llama.cpp has none below q4_0, which kv3 is held to all the same)
 BARS = [
-    ("kv8", 8.25, "llama:q8_0", 0.5, 1.0),
-    ("kv6", 6.25, "llama:q8_0", 1.0, 2.0),
-    ("kv5", 5.25, "llama:q5_0", 0.08, 0.15),
-    ("kv4", 4.25, "llama:q4_0", 0.05, 0.10),
-    ("kv3", 3.5, "llama:q4_0", 0.25, 0.5),
-    ("kv2", 2.6, "llama:q4_0", 1.0, 1.5),
-    (NO_WINDOW, 4.5, "llama:q4_0", 0.4, None),
-    ("kv4 (plain)", 4.5, "llama:q4_0", 0.25, 0.5),
+    ("kv8", 8.25, "llama:q8_0", 0.5, 1.0, "llama:q8_0"),
+    ("kv6", 6.25, "llama:q8_0", 1.0, 2.0, "llama:q5_1"),
+    ("kv5", 5.25, "llama:q5_0", 0.08, 0.15, "llama:q5_0"),
+    ("kv4", 4.25, "llama:q4_0", 0.05, 0.10, "llama:q4_0"),
+    ("kv3", 3.5, "llama:q4_0", 0.25, 0.5, "llama:q4_0"),
+    ("kv2", 2.6, "llama:q4_0", 1.0, 1.5, None),
+    (NO_WINDOW, 4.5, "llama:q4_0", 0.4, None, "llama:q4_0"),
+    ("kv4 (plain)", 4.5, "llama:q4_0", 0.25, 0.5, "llama:q4_0"),
 ]
 
 
@@ -117,21 +118,24 @@ def table(rows):
 
 def bars(tests):
     """Lines of the table of bars and whether all hold. tests: {(model, text, test): rows}"""
-    lines = ["| cache | bits | at most | against | model, text, test | KL ratio | at most | p99.9 ratio | max ratio | holds |",
-             "|---|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| cache | bits | at most | against | model, text, test | KL ratio | at most | tail against | p99.9 ratio | "
+             "max ratio | holds |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     all_hold = True
-    for name, most_bits, peer, text_bar, copy_bar in BARS:
+    for name, most_bits, peer, text_bar, copy_bar, tail_peer in BARS:
         for (model, text, test), rows in tests.items():
             bar = text_bar if test == "text" else copy_bar
             if bar is None or name not in rows:
                 continue
-            row, other = rows[name], rows[peer]
-            ratio, p999, worst = (row["kl"][k] / other["kl"][k] for k in ("mean", "p999", "max"))
+            row = rows[name]
+            ratio = row["kl"]["mean"] / rows[peer]["kl"]["mean"]
+            held_to = tail_peer if tail_peer in rows else None
+            other = rows[held_to or peer]["kl"]
+            p999, worst = (row["kl"][k] / other[k] for k in ("p999", "max"))
             misses = [what for what, missed in (("bits", row["bits_per_value"] > most_bits + 0.005), ("KL", ratio > bar),
-                                                ("p99.9", p999 > 1 and bar <= 1), ("max", worst > 1 and bar <= 1)) if missed]
+                                                ("p99.9", held_to and p999 > 1), ("max", held_to and worst > 1)) if missed]
             all_hold = all_hold and not misses
             lines.append(f"| `{name}` | {row['bits_per_value']:.2f} | {most_bits} | {peer[6:]} | {model}, {text}, {test} | "
-                         f"{ratio:.3f} | {bar} | {p999:.2f} | {worst:.2f} | "
+                         f"{ratio:.3f} | {bar} | {(held_to or peer)[6:]} | {p999:.2f} | {worst:.2f} | "
                          f"{'yes' if not misses else '**no**: ' + ', '.join(misses)} |")
     return "\n".join(lines), all_hold
 

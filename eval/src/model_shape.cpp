@@ -223,17 +223,18 @@ Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
     cache.sinks = scheme.value().sinks;
     cache.max_threads = std::max(options.threads, static_cast<int>(std::thread::hardware_concurrency()));
     const int tokens = std::min(options.context, slots);
+    std::vector<LayerRequest> requests;
     for (const ShapeLayer& layer : shape.layers) {
       if (layer.windowed != windowed) continue;
-      Result<LayerScheme> resolved =
-          resolve_layer(scheme.value(), layer.shape, calibration_of(options, layer.index));
-      if (!resolved.ok()) return resolved.status();
+      requests.push_back({layer.shape, calibration_of(options, layer.index), ""});
       plan.f16_bytes += sizeof(uint16_t) * static_cast<size_t>(layer.shape.n_kv_heads) *
                         static_cast<size_t>(layer.shape.key_dim + layer.shape.value_dim) *
                         static_cast<size_t>(tokens) * static_cast<size_t>(options.sequences);
-      cache.layers.push_back(resolved.value());
-      plan.layers.push_back(std::move(resolved.value()));
     }
+    Result<std::vector<LayerScheme>> resolved = resolve_layers(scheme.value(), requests);
+    if (!resolved.ok()) return resolved.status();
+    cache.layers = resolved.value();
+    plan.layers.insert(plan.layers.end(), cache.layers.begin(), cache.layers.end());
     if (!cache.layers.empty()) add(&plan.memory, plan_memory(cache, tokens));
   }
   set_bits(&plan);

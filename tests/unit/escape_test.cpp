@@ -66,15 +66,15 @@ TEST(Escape, OnlyTheHeadThatBreaksGetsMoreBits) {
                                      .value = {basis(1.0f), basis(1.0f)}};
   const LayerScheme layer = resolve("k=t4-2-2-2,v=t3", calibration);
   EXPECT_EQ(layer.heads[0].key_format.name(), "t4-2-2-2");
-  // 400 * .0099 is above the limit and 400 * .0007 still is; 7 bits are the first that hold.
-  EXPECT_EQ(layer.heads[1].key_format.name(), "t7-5-5-5");
+  // 400 * .0099 is above the limit and 400 * .0027 still is; 6 bits are the first that hold.
+  EXPECT_EQ(layer.heads[1].key_format.name(), "t6-4-4-4");
   EXPECT_EQ(layer.heads[1].value_format.name(), "t3");
   EXPECT_THAT(
       layer.reason,
-      HasSubstr("keys of KV head 1: expected error 3.96 at t4-2-2-2 is above 0.25, t7-5-5-5 has 0.08"));
+      HasSubstr("keys of KV head 1: expected error 3.96 at t4-2-2-2 is above 0.5, t6-4-4-4 has 0.28"));
   EXPECT_THAT(layer.effective,
-              HasSubstr("k=t4-2-2-2 v=t3 kx=calibrated vx=calibrated (head 1 k=t7-5-5-5 v=t3)"));
-  EXPECT_EQ(layer.requested, "k=t4-2-2-2,v=t3,w=128,s=16,kx=auto,vx=auto");
+              HasSubstr("k=t4-2-2-2 v=t3 kx=calibrated vx=calibrated (head 1 k=t6-4-4-4 v=t3)"));
+  EXPECT_EQ(layer.requested, "k=t4-2-2-2,v=t3,w=128,s=16,kx=auto,vx=auto,fit=0");
 }
 
 TEST(Escape, StopsAtEightBitsAndLeavesHealthyHeadsAlone) {

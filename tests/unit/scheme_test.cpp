@@ -28,8 +28,8 @@ std::string refusal(std::string_view text) {
 
 TEST(Scheme, RegisteredNames) {
   EXPECT_TRUE(must_parse("exact").exact());
-  EXPECT_EQ(to_string(must_parse("kv4")), "k=c4a,v=t4,w=128,s=16,kx=auto,vx=auto");
-  EXPECT_EQ(to_string(must_parse("kv4", true)), "k=t6-4-3-3,v=t4,w=128,s=16,kx=auto,vx=auto");
+  EXPECT_EQ(to_string(must_parse("kv4")), "k=c4a,v=t4,w=128,s=16,kx=auto,vx=auto,fit=0");
+  EXPECT_EQ(to_string(must_parse("kv4", true)), "k=t6-4-3-3,v=t4,w=128,s=16,kx=auto,vx=auto,fit=1");
   EXPECT_EQ(must_parse("kv4", true).name, "kv4");
   std::set<std::string_view> names;
   for (const RegisteredScheme& registered : registered_schemes()) {
@@ -45,6 +45,17 @@ TEST(Scheme, RegisteredNames) {
   }
   for (const char* name : {"exact", "kv8", "kv6", "kv5", "kv4", "kv3", "kv2"})
     EXPECT_EQ(names.count(name), 1u);
+}
+
+TEST(Scheme, KeysThatAreGivenAreNotFitted) {
+  EXPECT_TRUE(must_parse("kv4,w=64", true).fit);
+  EXPECT_FALSE(must_parse("kv4,fit=0", true).fit);
+  EXPECT_FALSE(must_parse("kv4,k=5-4-4-3", true).fit);
+  EXPECT_TRUE(must_parse("kv4,k=5-4-4-3,fit=1", true).fit);
+  EXPECT_TRUE(must_parse("fit=1,k=5-3,v=4").fit);
+  EXPECT_FALSE(must_parse("k=5-3,v=4").fit);
+  EXPECT_NE(refusal("kv4,fit=2").find("fit= takes 0 or 1"), std::string::npos);
+  EXPECT_NE(refusal("kv4,fit=").find("fit= takes 0 or 1"), std::string::npos);
 }
 
 // Bits per value, keys and values averaged, all metadata counted: what the names promise at every usual head

@@ -143,6 +143,7 @@ Status CacheState::check_strict() const {
 Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibration>& calibration,
                                std::vector<LayerScheme>* out) {
   layer_ids_.clear();
+  std::vector<LayerRequest> requests;
   for (CacheLayer& layer : layers_) {
     if (layer.kind != LayerKind::kManaged) continue;
     const LayerCalibration* basis = nullptr;
@@ -150,22 +151,23 @@ Status CacheState::make_layers(const Scheme& scheme, const std::optional<Calibra
       const auto found = calibration->layers.find(layer.model_layer);
       if (found != calibration->layers.end()) basis = &found->second;
     }
-    Result<LayerScheme> resolved = resolve_layer(scheme, layer.shape, basis);
-    if (!resolved.ok()) {
-      return {resolved.status().code(), "KVANT_KV=" + options_.scheme + ", layer " +
-                                            std::to_string(layer.model_layer) + ": " +
-                                            resolved.status().message() +
-                                            (basis != nullptr ? " (KVANT_RECIPE=none leaves it out)" : "")};
-    }
-    if (options_.strict && !resolved.value().reason.empty()) {
-      return {Code::kUnsupported, "layer " + std::to_string(layer.model_layer) + " would run " +
-                                      resolved.value().effective + " (" + resolved.value().reason +
-                                      ") and KVANT_STRICT=1 forbids that"};
-    }
     layer.id = LayerId{static_cast<int32_t>(layer_ids_.size())};
     layer_ids_.push_back(layer.id.value);
-    out->push_back(std::move(resolved.value()));
+    requests.push_back({layer.shape, basis, "layer " + std::to_string(layer.model_layer)});
   }
+  Result<std::vector<LayerScheme>> resolved = resolve_layers(scheme, requests);
+  if (!resolved.ok()) {
+    return {resolved.status().code(),
+            "KVANT_KV=" + options_.scheme + ", " + resolved.status().message() +
+                (calibration.has_value() ? " (KVANT_RECIPE=none leaves the calibration out)" : "")};
+  }
+  for (size_t i = 0; options_.strict && i < requests.size(); ++i) {
+    const LayerScheme& layer = resolved.value()[i];
+    if (layer.reason.empty()) continue;
+    return {Code::kUnsupported, requests[i].name + " would run " + layer.effective + " (" + layer.reason +
+                                    ") and KVANT_STRICT=1 forbids that"};
+  }
+  *out = std::move(resolved.value());
   return {};
 }
 

@@ -132,7 +132,9 @@ std::string describe_scheme(const CacheReport& cache) {
   for (const LayerScheme& layer : cache.layers) {
     if (!in_slot_cache(layer)) continue;
     if (inside++ == 0) effective = layer.effective;
-    if (effective != layer.effective) effective = "mixed formats";
+    if (effective == layer.effective) continue;
+    const std::string& asked = layer.requested;
+    effective = asked.ends_with("fit=1") ? asked.substr(0, asked.find(",w=")) + " fitted" : "mixed formats";
   }
   const Bits bits = bits_of(cache);
   return format(

@@ -92,19 +92,25 @@ void print_outliers(const std::vector<eval::OutlierChannel>& outliers) {
 
 // Which named schemes will not run as asked for in some head.
 void print_escapes(const ggml::Calibration& calibration) {
+  std::vector<LayerRequest> requests;
+  for (const auto& [layer, c] : calibration.layers) {
+    requests.push_back({.shape = {.n_query_heads = static_cast<int>(c.key.size()),
+                                  .n_kv_heads = static_cast<int>(c.key.size()),
+                                  .key_dim = c.key.front()->dim,
+                                  .value_dim = c.value.front()->dim},
+                        .calibration = &c,
+                        .name = "layer " + std::to_string(layer)});
+  }
   for (const RegisteredScheme& registered : registered_schemes()) {
     const Result<Scheme> scheme = parse_scheme(registered.name, true);
     if (!scheme.ok()) continue;
+    const Result<std::vector<LayerScheme>> resolved = resolve_layers(scheme.value(), requests);
+    if (!resolved.ok()) continue;
     std::string reason;
     int layers = 0;
-    for (const auto& [layer, c] : calibration.layers) {
-      const LayerShape shape{.n_query_heads = static_cast<int>(c.key.size()),
-                             .n_kv_heads = static_cast<int>(c.key.size()),
-                             .key_dim = c.key.front()->dim,
-                             .value_dim = c.value.front()->dim};
-      const Result<LayerScheme> resolved = resolve_layer(scheme.value(), shape, &c);
-      if (!resolved.ok() || resolved.value().reason.empty()) continue;
-      if (layers++ == 0) reason = "layer " + std::to_string(layer) + ": " + resolved.value().reason;
+    for (size_t i = 0; i < requests.size(); ++i) {
+      if (resolved.value()[i].reason.empty()) continue;
+      if (layers++ == 0) reason = requests[i].name + ": " + resolved.value()[i].reason;
     }
     if (layers > 0) {
       std::printf("%s gets wider bands in %d layers (%s%s)\n", std::string(registered.name).c_str(), layers,

@@ -63,9 +63,9 @@ struct CalibratedBasis {
 
 // Expected error of a format (ErrorModel's units); 0 when the model does not know.
 double expected_error(const ErrorModel& model, const Format& format, TransformKind transform);
-// Above these a head gets wider bands (escape): a logit whose error deviates by half a nat says little,
+// Above these a head gets wider bands (escape): a logit whose error deviates by .7 nat says little,
 // and neither does an output that is one quarter error.
-inline constexpr double kMaxKeyError = 0.25;
+inline constexpr double kMaxKeyError = 0.5;
 inline constexpr double kMaxValueError = 0.25;
 
 // Of one layer; null or missing entries: no calibration for that head.
@@ -81,5 +81,15 @@ struct LayerCalibration {
 // silently replaced.
 Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
                                   const LayerCalibration* calibration = nullptr);
+
+struct LayerRequest {
+  LayerShape shape;
+  const LayerCalibration* calibration = nullptr;
+  std::string name;  // stands before what is wrong with this layer; may be empty
+};
+// All layers of a cache. Schemes with fit=1 move bits between all of their heads; layers without calibration
+// keep the scheme's widths.
+Result<std::vector<LayerScheme>> resolve_layers(const Scheme& scheme,
+                                                const std::vector<LayerRequest>& layers);
 
 }  // namespace kvant

@@ -16,6 +16,9 @@ enum class TransformChoice : uint8_t { kAuto = 0, kIdentity, kHadamard, kCalibra
 //   w=N                 exact recent window in tokens, 0..4096
 //   s=N                 exact first tokens of a sequence, 0..256
 //   kx=, vx=            transform: auto | none | hadamard | calibrated
+//   fit=1               bits move between the key bands of all heads, to where the model's calibration
+//   expects
+//                       errors to cost most, at no more bytes than k= says; fit=0 not, the default beside k=
 // A registered name may be followed by fields that override it: "kv4,w=256".
 struct Scheme {
   std::string name;  // as the user wrote it
@@ -25,6 +28,7 @@ struct Scheme {
   TransformChoice value_transform = TransformChoice::kAuto;
   int window = 128;
   int sinks = 16;
+  bool fit = false;
 
   // Nothing is ever sealed: all rows stay f16.
   bool exact() const { return key_format == "f16" && value_format == "f16"; }

@@ -8,7 +8,6 @@
 namespace kvant {
 namespace {
 
-// Squared error over square of normal data at 2 to 8 bits with searched scales (docs/formats.md).
 constexpr double kRelativeError[kMaxBits + 1] = {1, 1, .113, .034, .0099, .0027, .0007, .0002, .00005};
 
 // One bit more in every band; false when there is none to add.
@@ -31,24 +30,30 @@ bool widen(Format* format) {
 
 }  // namespace
 
+double relative_error(int bits) { return kRelativeError[bits]; }
+
+double band_cost(const ErrorModel& model, int first_channel, int channels) {
+  const int end = std::min(first_channel + channels, static_cast<int>(model.spectrum.size()));
+  double sum = 0;
+  for (int c = first_channel; c < end; ++c) sum += static_cast<double>(model.spectrum[c]);
+  return sum * std::max(1.0, static_cast<double>(model.excess));
+}
+
 double expected_error(const ErrorModel& model, const Format& format, TransformKind transform) {
   if (format.exact() || model.spectrum.empty()) return 0.0;
   const TileLayout& layout = format.layout();
   const bool per_channel = layout.channel_scale || layout.channel_centre;
+  const bool calibrated = transform == TransformKind::kDense && !per_channel;
+  const double flat = static_cast<double>(per_channel ? model.per_channel : model.rotated) *
+                      std::max(1.0, static_cast<double>(model.excess)) / layout.head_dim;
   double sum = 0;
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = layout.bands[b];
-    double weight = static_cast<double>(per_channel ? model.per_channel : model.rotated) * band.channels /
-                    layout.head_dim;
-    if (transform == TransformKind::kDense && !per_channel) {
-      weight = 0;
-      for (int c = band.first_channel; c < band.first_channel + band.channels; ++c) {
-        if (c < static_cast<int>(model.spectrum.size())) weight += static_cast<double>(model.spectrum[c]);
-      }
-    }
-    sum += kRelativeError[band.bits] * weight;
+    const double cost =
+        calibrated ? band_cost(model, band.first_channel, band.channels) : flat * band.channels;
+    sum += relative_error(band.bits) * cost;
   }
-  return sum * std::max(1.0, static_cast<double>(model.excess));
+  return sum;
 }
 
 std::string widen_until(double limit, const ErrorModel& model, TransformKind transform, Side side, int head,

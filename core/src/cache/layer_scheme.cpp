@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cache/escape.h"
+#include "cache/fit.h"
 #include "formats/layout.h"
 
 namespace kvant {
@@ -169,10 +170,10 @@ bool for_comparison(const Scheme& scheme) {
 }
 
 // Format and transform of one head and side; `reason` grows when the format is not the one asked for.
-Result<SideChoice> resolve_side(const Scheme& scheme, const LayerShape& shape, Side side, int head,
-                                const LayerCalibration* calibration, std::string* reason) {
+Result<SideChoice> resolve_side(const Scheme& scheme, const std::string& name, const LayerShape& shape,
+                                Side side, int head, const LayerCalibration* calibration,
+                                std::string* reason) {
   const bool key = side == Side::kKey;
-  const std::string& name = key ? scheme.key_format : scheme.value_format;
   const int dim = key ? shape.key_dim : shape.value_dim;
   const TransformChoice wanted = key ? scheme.key_transform : scheme.value_transform;
   const auto* bases = calibration == nullptr ? nullptr : key ? &calibration->key : &calibration->value;
@@ -214,19 +215,22 @@ std::string effective_text(const LayerScheme& layer) {
   return others.empty() ? text : text + others + ")";
 }
 
-}  // namespace
-
-Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
-                                  const LayerCalibration* calibration) {
+// `key_formats`: of the heads, in place of the scheme's; empty: the scheme's.
+Result<LayerScheme> resolve_heads(const Scheme& scheme, const LayerShape& shape,
+                                  const LayerCalibration* calibration,
+                                  const std::vector<std::string>& key_formats) {
   KVANT_RETURN_IF_ERROR(check_shape(shape));
   LayerScheme layer;
   layer.shape = shape;
   layer.exact = scheme.exact();
   layer.requested = to_string(scheme);
+  if (scheme.fit && key_formats.empty()) layer.reason = "fit=1: there is no calibration to fit the keys to";
   for (int head = 0; head < shape.n_kv_heads; ++head) {
-    auto key = resolve_side(scheme, shape, Side::kKey, head, calibration, &layer.reason);
+    const std::string& key_format = key_formats.empty() ? scheme.key_format : key_formats[head];
+    auto key = resolve_side(scheme, key_format, shape, Side::kKey, head, calibration, &layer.reason);
     if (!key.ok()) return key.status();
-    auto value = resolve_side(scheme, shape, Side::kValue, head, calibration, &layer.reason);
+    auto value =
+        resolve_side(scheme, scheme.value_format, shape, Side::kValue, head, calibration, &layer.reason);
     if (!value.ok()) return value.status();
     layer.heads.push_back({.key_format = key.value().format,
                            .value_format = value.value().format,
@@ -237,6 +241,36 @@ Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
   }
   layer.effective = effective_text(layer);
   return layer;
+}
+
+}  // namespace
+
+Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
+                                  const LayerCalibration* calibration) {
+  Result<std::vector<LayerScheme>> layers = resolve_layers(scheme, {{shape, calibration, ""}});
+  if (!layers.ok()) return layers.status();
+  return std::move(layers.value().front());
+}
+
+Result<std::vector<LayerScheme>> resolve_layers(const Scheme& scheme,
+                                                const std::vector<LayerRequest>& layers) {
+  std::vector<std::vector<std::string>> key_formats(layers.size());
+  if (scheme.fit) {
+    auto fitted = fit_key_formats(scheme, layers);
+    if (!fitted.ok()) return fitted.status();
+    key_formats = std::move(fitted.value());
+  }
+  std::vector<LayerScheme> out;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const LayerRequest& layer = layers[i];
+    Result<LayerScheme> resolved = resolve_heads(scheme, layer.shape, layer.calibration, key_formats[i]);
+    if (!resolved.ok()) {
+      return Status(resolved.status().code(),
+                    (layer.name.empty() ? "" : layer.name + ": ") + resolved.status().message());
+    }
+    out.push_back(std::move(resolved.value()));
+  }
+  return out;
 }
 
 }  // namespace kvant

@@ -15,7 +15,7 @@ constexpr int kMaxSinks = 256;
 // Text of one transform choice, by value.
 constexpr std::string_view kTransformNames[] = {"auto", "none", "hadamard", "calibrated"};
 
-constexpr std::string_view kFields = "k, v, w, s, kx, vx";
+constexpr std::string_view kFields = "k, v, w, s, kx, vx, fit";
 
 Status bad_scheme(std::string_view text, const std::string& why) {
   std::string shown;
@@ -68,6 +68,11 @@ Status read_field(std::string_view field, std::string_view value, Scheme* scheme
   if (field == "s") return read_count(field, value, kMaxSinks, &scheme->sinks);
   if (field == "kx") return read_transform(field, value, &scheme->key_transform);
   if (field == "vx") return read_transform(field, value, &scheme->value_transform);
+  if (field == "fit") {
+    if (value != "0" && value != "1") return Status(Code::kInvalidArgument, "fit= takes 0 or 1");
+    scheme->fit = value == "1";
+    return Status();
+  }
   return Status(Code::kInvalidArgument, "'" + std::string(field.substr(0, 20)) +
                                             "' is not a field; fields are " + std::string(kFields));
 }
@@ -79,7 +84,7 @@ std::string_view take_item(std::string_view* rest) {
   return item;
 }
 
-// Comma separated fields, each at most once.
+// Comma separated fields, each at most once. Keys that are given stay as they are unless fit= is given too.
 Status read_fields(std::string_view text, Scheme* scheme) {
   std::vector<std::string_view> seen;
   bool more = !text.empty();
@@ -97,6 +102,7 @@ Status read_fields(std::string_view text, Scheme* scheme) {
     }
     seen.push_back(field);
     KVANT_RETURN_IF_ERROR(read_field(field, item.substr(equals + 1), scheme));
+    if (field == "k" && std::find(seen.begin(), seen.end(), "fit") == seen.end()) scheme->fit = false;
   }
   return Status();
 }
@@ -133,11 +139,11 @@ const std::vector<RegisteredScheme>& registered_schemes() {
   static const std::vector<RegisteredScheme> kSchemes = {
       {"exact", "k=f16,v=f16", "", "all rows stay in f16"},
       {"kv8", "k=c8a,v=t7,w=128,s=16", "k=t8,v=t8,w=128,s=16", "8 bits, next to exact"},
-      {"kv6", "k=c6a,v=t6,w=128,s=16", "k=t8-6-5-5,v=t6,w=128,s=16", "6 bits"},
-      {"kv5", "k=c5a,v=t5,w=128,s=16", "k=t7-5-4-4,v=t5,w=128,s=16", "5 bits"},
-      {"kv4", "k=c4a,v=t4,w=128,s=16", "k=t6-4-3-3,v=t4,w=128,s=16", "4 bits"},
-      {"kv3", "k=c3a,v=t3,w=128,s=16", "k=t5-3-3-3,v=t3,w=128,s=16", "3 bits, visible loss"},
-      {"kv2", "k=c2a,v=t2,w=128,s=16", "k=t4-2-2-2,v=t2-2,w=128,s=16", "2 bits, large loss"},
+      {"kv6", "k=c6a,v=t6,w=128,s=16", "k=t8-6-5-5,v=t6,w=128,s=16,fit=1", "6 bits"},
+      {"kv5", "k=c5a,v=t5,w=128,s=16", "k=t7-5-4-4,v=t5,w=128,s=16,fit=1", "5 bits"},
+      {"kv4", "k=c4a,v=t4,w=128,s=16", "k=t6-4-3-3,v=t4,w=128,s=16,fit=1", "4 bits"},
+      {"kv3", "k=c3a,v=t3,w=128,s=16", "k=t5-3-3-3,v=t3,w=128,s=16,fit=1", "3 bits, visible loss"},
+      {"kv2", "k=c2a,v=t2,w=128,s=16", "k=t4-2-2-2,v=t2-2,w=128,s=16,fit=1", "2 bits, large loss"},
       {"cmp-static-tensor", "k=st8,v=st8,w=0,s=0", "", "8 bits, one fixed scale per layer and side", true},
       {"cmp-static-head", "k=s8,v=s8,w=0,s=0", "", "8 bits, one fixed scale per head", true},
       {"cmp-kivi4", "k=c4a,v=g4a,w=128,s=0,kx=none,vx=none", "",
@@ -184,7 +190,7 @@ std::string to_string(const Scheme& scheme) {
   };
   return "k=" + scheme.key_format + ",v=" + scheme.value_format + ",w=" + std::to_string(scheme.window) +
          ",s=" + std::to_string(scheme.sinks) + ",kx=" + transform(scheme.key_transform) +
-         ",vx=" + transform(scheme.value_transform);
+         ",vx=" + transform(scheme.value_transform) + ",fit=" + (scheme.fit ? "1" : "0");
 }
 
 }  // namespace kvant

@@ -1,0 +1,97 @@
+#include "cache/fit.h"
+
+#include <queue>
+
+#include "cache/escape.h"
+#include "formats/spec.h"
+#include "kvant/format.h"
+
+namespace kvant {
+namespace {
+
+struct Band {
+  size_t layer = 0, head = 0;
+  int index = 0;
+  int channels = 0;
+  double cost = 0;  // band_cost
+  int bits = kMinBits;
+
+  // Error that one more bit takes away, per bit of storage.
+  double gain() const { return cost * (relative_error(bits) - relative_error(bits + 1)) / channels; }
+};
+
+bool keys_calibrated(const LayerRequest& layer) {
+  if (layer.calibration == nullptr) return false;
+  const auto& keys = layer.calibration->key;
+  if (static_cast<int>(keys.size()) != layer.shape.n_kv_heads) return false;
+  for (const auto& key : keys) {
+    if (key == nullptr || key->error.spectrum.empty()) return false;
+  }
+  return true;
+}
+
+Status check_fit(const Scheme& scheme, const FormatSpec& spec) {
+  const bool calibrated =
+      scheme.key_transform == TransformChoice::kAuto || scheme.key_transform == TransformChoice::kCalibrated;
+  if (spec.n_widths > 0 && format_spec_name(spec).front() == 't' && !spec.asymmetric && calibrated) return {};
+  return {Code::kUnsupported,
+          "fit=1 takes symmetric keys of family t in their calibrated basis, not k=" + scheme.key_format +
+              " with kx=" + (calibrated ? "calibrated" : "none or hadamard") +
+              "; leave fit=1 out, or take k=t6-4-3-3"};
+}
+
+// Greedy is optimal: what another bit takes away falls with every bit that a band already has.
+void spend(double bits, std::vector<Band>* bands) {
+  const auto less = [&](size_t a, size_t b) {
+    const double x = (*bands)[a].gain(), y = (*bands)[b].gain();
+    return x != y ? x < y : a > b;
+  };
+  std::priority_queue<size_t, std::vector<size_t>, decltype(less)> next(less);
+  for (size_t i = 0; i < bands->size(); ++i) next.push(i);
+  while (!next.empty()) {
+    const size_t best = next.top();
+    next.pop();
+    Band& band = (*bands)[best];
+    if (band.channels > bits) continue;
+    bits -= band.channels;
+    if (++band.bits < kMaxBits) next.push(best);
+  }
+}
+
+}  // namespace
+
+Result<std::vector<std::vector<std::string>>> fit_key_formats(const Scheme& scheme,
+                                                              const std::vector<LayerRequest>& layers) {
+  const Result<FormatSpec> spec = parse_format_spec(scheme.key_format);
+  if (!spec.ok()) return spec.status();
+  KVANT_RETURN_IF_ERROR(check_fit(scheme, spec.value()));
+  std::vector<std::vector<FormatSpec>> specs(layers.size());
+  std::vector<Band> bands;
+  double bits = 0;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    if (!keys_calibrated(layers[l])) continue;
+    const Result<Format> format = Format::parse(scheme.key_format, Side::kKey, layers[l].shape.key_dim);
+    if (!format.ok()) return format.status();
+    const TileLayout& layout = format.value().layout();
+    specs[l].assign(layers[l].shape.n_kv_heads, spec.value());
+    for (size_t h = 0; h < specs[l].size(); ++h) {
+      const ErrorModel& model = layers[l].calibration->key[h]->error;
+      for (int b = 0; b < layout.n_bands; ++b) {
+        const BandLayout& band = layout.bands[b];
+        bands.push_back({l, h, b, band.channels, band_cost(model, band.first_channel, band.channels)});
+        bits += static_cast<double>(band.channels) * (band.bits - kMinBits);
+      }
+    }
+  }
+  spend(bits, &bands);
+  for (const Band& band : bands) {
+    specs[band.layer][band.head].widths[band.index] = static_cast<uint8_t>(band.bits);
+  }
+  std::vector<std::vector<std::string>> names(layers.size());
+  for (size_t l = 0; l < layers.size(); ++l) {
+    for (const FormatSpec& fitted : specs[l]) names[l].push_back(format_spec_name(fitted));
+  }
+  return names;
+}
+
+}  // namespace kvant
