@@ -81,6 +81,10 @@ class AttentionRunner {
   struct Live {
     uint64_t *all, *key_tile, *key_rows, *key_kept, *value_tile, *value_rows;
   };
+  struct TileAddress {
+    const std::byte* at;
+    uint32_t bytes;
+  };
   // Some queries of a stream and some KV heads.
   struct Block {
     const StreamPlan* stream = nullptr;
@@ -109,10 +113,11 @@ class AttentionRunner {
   void attend_strip(const Block& block, const Queries& queries, int pages, State* state);
   void list_tiles(const Block& block, int pages);
   void list_page_tiles(const Block& block, const SidePage& page, Side side);
-  const std::byte* next_tile(const std::byte* tile);
+  TileAddress next_tile(const std::byte* tile);
   const uint16_t* next_rows(const Block& block, const StripPage& page, int h, Side side) const;
   const std::byte* head_tile(const SidePage& page, int head, Side side) const;
   bool find_live(const Block& block, StripPage* page);
+  bool find_live_in_tiles(const Block& block, StripPage* page);
   float* logits_of(const Block& block, int page, int h) const;
   void tile_logits(const Block& block, const Queries& queries, int pages);
   void row_logits(const Block& block, const Queries& queries, const StripPage& page, int h, float* logits);
@@ -150,7 +155,7 @@ class AttentionRunner {
   uint64_t* unskipped_;  // [pages][heads][rows] tokens of the tile whose weights matter
   StripPage strip_[kRunPages];
   // Tiles of the strip in the order of their use.
-  const std::byte* tiles_[2 * kRunPages * kMaxItemHeads + kPrefetchTiles + kMaxItemHeads];
+  TileAddress tiles_[2 * kRunPages * kMaxItemHeads + kPrefetchTiles + kMaxItemHeads];
   int n_tiles_ = 0, at_tile_ = 0;
   simd::KeyTask key_tasks_[kRunPages * kMaxItemHeads];
   simd::ValueTask value_tasks_[kRunPages * kMaxItemHeads];

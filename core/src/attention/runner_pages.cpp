@@ -11,6 +11,12 @@
 namespace kvant {
 namespace {
 
+// Mostly of whole pages; the count of other bits is a call where the compiler may not use an instruction.
+uint64_t count_of(uint64_t bits) {
+  if (bits == 0) return 0;
+  return bits == ~uint64_t{0} ? 64 : static_cast<uint64_t>(std::popcount(bits));
+}
+
 bool any(const uint64_t* masks, int rows) {
   uint64_t all = 0;
   for (int r = 0; r < rows; ++r) all |= masks[r];
@@ -19,16 +25,44 @@ bool any(const uint64_t* masks, int rows) {
 
 }  // namespace
 
+// Live slots of a page that is held in tiles alone.
+bool AttentionRunner::find_live_in_tiles(const Block& block, StripPage* page) {
+  const StreamPlan& stream = *block.stream;
+  const uint64_t held = page->keys->tile_mask & page->values->tile_mask;
+  Live& live = page->live;
+  uint64_t* none = live.key_rows;
+  live.key_tile = live.value_tile = live.all;
+  live.key_kept = live.value_rows = none;
+  uint64_t seen = 0, pairs = 0;
+  for (int n = 0, r = 0; n < block.n_queries; ++n) {
+    const int query = block.first_query + n;
+    const uint64_t visible =
+        stream.visible[static_cast<size_t>(query) * stream.n_pages + page->number] & held;
+    for (int i = 0; i < group_; ++i, ++r) {
+      live.all[r] = visible;
+      none[r] = 0;
+    }
+    seen |= visible;
+    pairs += count_of(visible);
+  }
+  pairs *= static_cast<uint64_t>(group_ * block.n_heads);
+  pairs_ += pairs;
+  pairs_tile_ += pairs;
+  pairs_tile_v_ += pairs;
+  return seen != 0;
+}
+
 // Fills page->live; false when no row sees anything of the page.
 bool AttentionRunner::find_live(const Block& block, StripPage* page) {
   const StreamPlan& stream = *block.stream;
   const SidePage& kp = *page->keys;
   const SidePage& vp = *page->values;
+  if ((kp.row_mask | kp.kept_mask | vp.row_mask | vp.kept_mask) == 0) return find_live_in_tiles(block, page);
   const Live& live = page->live;
   const uint64_t sinks = cache_.sink_mask(stream.stream, page->number);
   const uint64_t held =
       (kp.tile_mask | kp.row_mask | kp.kept_mask) & (vp.tile_mask | vp.row_mask | vp.kept_mask);
-  const int reads = group_ * block.n_heads;
+  const auto reads = static_cast<uint64_t>(group_ * block.n_heads);
   uint64_t seen = 0;
   for (int n = 0; n < block.n_queries; ++n) {
     const int query = block.first_query + n;
@@ -50,9 +84,9 @@ bool AttentionRunner::find_live(const Block& block, StripPage* page) {
       live.value_rows[r] = visible & ~value_tile;
     }
     seen |= visible;
-    pairs_ += static_cast<uint64_t>(reads * std::popcount(visible));
-    pairs_tile_ += static_cast<uint64_t>(reads * std::popcount(key_tile));
-    pairs_tile_v_ += static_cast<uint64_t>(reads * std::popcount(value_tile));
+    pairs_ += reads * count_of(visible);
+    pairs_tile_ += reads * count_of(key_tile);
+    pairs_tile_v_ += reads * count_of(value_tile);
   }
   return seen != 0;
 }
@@ -93,9 +127,11 @@ void AttentionRunner::tile_logits(const Block& block, const Queries& queries, in
       const std::byte* at = head_tile(*page.keys, block.first_head + h, Side::kKey);
       float* logits = logits_of(block, i, h);
       if (args_.path == AttentionPath::kFused) {
+        const TileAddress next = next_tile(at);
         key_tasks_[n_tasks++] = {.layout = &format.layout(),
                                  .tile = at,
-                                 .next = next_tile(at),
+                                 .next = next.at,
+                                 .next_bytes = next.bytes,
                                  .queries = &prepared_[h],
                                  .base = centre,
                                  .live = page.live.key_tile,
@@ -220,7 +256,7 @@ const uint64_t* AttentionRunner::unskipped_lanes(const Block& block, int page, i
   for (int r = 0; r < block.rows; ++r) {
     out[r] = sums[r] != 0.0f ? lanes[r] : 0;
     some |= out[r];
-    pairs_skipped_ += static_cast<uint64_t>(std::popcount(lanes[r] & ~out[r]));
+    pairs_skipped_ += count_of(lanes[r] & ~out[r]);
   }
   return some != 0 ? out : nullptr;
 }
@@ -248,9 +284,11 @@ void AttentionRunner::add_tile_values(const Block& block, int pages, State* stat
       if (masked) flush();  // there is one buffer of masked weights
       weights = masked_weights(block, page.live, page.live.value_tile, weights);
       if (args_.path == AttentionPath::kFused) {
+        const TileAddress next = next_tile(at);
         value_tasks_[n_tasks++] = {.layout = &format.layout(),
                                    .tile = at,
-                                   .next = next_tile(at),
+                                   .next = next.at,
+                                   .next_bytes = next.bytes,
                                    .weights = weights,
                                    .rows = block.rows,
                                    .live = lanes,
@@ -359,8 +397,9 @@ void AttentionRunner::list_page_tiles(const Block& block, const SidePage& page, 
   if (page.tile_mask == 0) return;
   const std::byte* at = head_tile(page, block.first_head, side);
   for (int h = 0; h < block.n_heads; ++h) {
-    tiles_[n_tiles_++] = at;
-    at += format_of(head_of(block, h), side).tile_bytes();
+    const size_t bytes = format_of(head_of(block, h), side).tile_bytes();
+    tiles_[n_tiles_++] = {at, static_cast<uint32_t>(bytes)};
+    at += bytes;
   }
 }
 
@@ -378,10 +417,10 @@ void AttentionRunner::list_tiles(const Block& block, int pages) {
   }
 }
 
-// What will be read a few tiles after `tile`, or `tile` itself.
-const std::byte* AttentionRunner::next_tile(const std::byte* tile) {
-  while (at_tile_ < n_tiles_ && tiles_[at_tile_] != tile) ++at_tile_;
-  return at_tile_ + kPrefetchTiles < n_tiles_ ? tiles_[at_tile_ + kPrefetchTiles] : tile;
+// What will be read a few tiles after `tile`, or nothing of `tile` itself.
+AttentionRunner::TileAddress AttentionRunner::next_tile(const std::byte* tile) {
+  while (at_tile_ < n_tiles_ && tiles_[at_tile_].at != tile) ++at_tile_;
+  return at_tile_ + kPrefetchTiles < n_tiles_ ? tiles_[at_tile_ + kPrefetchTiles] : TileAddress{tile, 0};
 }
 
 void AttentionRunner::attend_strip(const Block& block, const Queries& queries, int pages, State* state) {

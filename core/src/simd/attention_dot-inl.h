@@ -76,13 +76,13 @@ HWY_INLINE void prefetch_octet(const Planes& planes) {
   for (int i = 0; i < plane_bits(kFormat, 2); ++i) prefetch(planes.p[2] + planes.ahead + 64 * i);
 }
 
-// Everything behind the codes: scales, lows, centres.
-HWY_INLINE void prefetch_metadata(const TileLayout& layout, const std::byte* next) {
+// Everything of the next tile behind what the products of this one ask for: scales, lows, centres.
+HWY_INLINE void prefetch_metadata(const TileLayout& layout, const std::byte* next, uint32_t next_bytes) {
   uint32_t first = layout.trailer_offset;
   const BandLayout& band = bands_of(layout)[0];
   if (layout.token_scale != ScaleType::kNone) first = band.token_scale_offset;
   if (layout.channel_scale && layout.channel_scale_offset < first) first = layout.channel_scale_offset;
-  for (uint32_t at = first & ~63u; at < layout.tile_bytes; at += 64) prefetch(next + at);
+  for (uint32_t at = first & ~63u; at < next_bytes; at += 64) prefetch(next + at);
 }
 
 template <int kFormat>

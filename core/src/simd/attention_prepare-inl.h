@@ -9,9 +9,25 @@ struct QueryRows {
   int row[4];
 };
 
-// Rounds `channels` floats times `inverse` to integers, stores their terms and returns their sum per lane.
-template <int kTerms>
-HWY_INLINE I quantize_row(const float* x, int channels, float inverse, int8_t* out) {
+// What the channels of a tile do to its queries, by channel of the head; null: nothing. q * scale is rounded,
+// and q . low is added to the scores.
+struct ChannelFactors {
+  const float* scale;
+  const float* low;
+};
+enum class Fold { kNone, kScale, kScaleAndLow };
+
+template <bool kScaled>
+HWY_INLINE F scaled_lanes(const float* x, const float* scale, int count) {
+  const F v = lanes_from(x, count);
+  if constexpr (kScaled) return hn::Mul(v, load(scale));
+  return v;
+}
+
+// Rounds `channels` floats times `scale` times `inverse` to integers, stores their terms and returns their
+// sum per lane.
+template <int kTerms, bool kScaled>
+HWY_INLINE I quantize_row(const float* x, const float* scale, int channels, float inverse, int8_t* out) {
   I sum = hn::Zero(di);
   const F factor = set(inverse);
   int c = 0;
@@ -19,7 +35,8 @@ HWY_INLINE I quantize_row(const float* x, int channels, float inverse, int8_t* o
     I v[4], rest[4];
     KVANT_UNROLL
     for (int i = 0; i < 4; ++i) {
-      v[i] = round_to_int(hn::Mul(load(x + c + i * kLanes), factor));
+      const int at = c + i * kLanes;
+      v[i] = round_to_int(hn::Mul(scaled_lanes<kScaled>(x + at, scale + at, kLanes), factor));
       if constexpr (kTerms == 2) {
         const I hi = hn::ShiftRight<6>(hn::Add(v[i], hn::Set(di, 32)));
         rest[i] = hn::Sub(v[i], hn::ShiftLeft<6>(hi));
@@ -37,7 +54,7 @@ HWY_INLINE I quantize_row(const float* x, int channels, float inverse, int8_t* o
     sum = hn::Add(sum, added);
   }
   for (; c < channels; c += kLanes) {
-    const I v = round_to_int(hn::Mul(load(x + c), factor));
+    const I v = round_to_int(hn::Mul(scaled_lanes<kScaled>(x + c, scale + c, channels - c), factor));
     sum = hn::Add(sum, v);
     if constexpr (kTerms == 2) {
       const I hi = hn::ShiftRight<6>(hn::Add(v, hn::Set(di, 32)));
@@ -50,65 +67,83 @@ HWY_INLINE I quantize_row(const float* x, int channels, float inverse, int8_t* o
   return sum;
 }
 
-// Quantizes band b of kRows rows, times `channel_scale` (of the whole head) unless null.
-template <int kRows>
-void quantize_query_rows(const TileLayout& layout, int b, const int* row, const float* channel_scale,
-                         const PreparedQueries& q) {
+// Per lane: the largest magnitudes of kRows rows times the channels' scales, and the rows' products with the
+// lows.
+template <int kRows, Fold kFold>
+HWY_INLINE void scan_rows(const float* const (&x)[kRows], const ChannelFactors& factors, int channels,
+                          F (&amax)[kRows], F (&dot)[kRows]) {
+  KVANT_UNROLL
+  for (int i = 0; i < kRows; ++i) amax[i] = dot[i] = hn::Zero(df);
+  const auto step = [&](int c, int count) HWY_ATTR {
+    F scale = set(1.0f), low = set(0.0f);
+    if constexpr (kFold != Fold::kNone) scale = load(factors.scale + c);
+    if constexpr (kFold == Fold::kScaleAndLow) low = load(factors.low + c);
+    KVANT_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const F v = lanes_from(x[i] + c, count);
+      amax[i] = hn::Max(amax[i], hn::Abs(kFold == Fold::kNone ? v : hn::Mul(v, scale)));
+      if constexpr (kFold == Fold::kScaleAndLow) dot[i] = hn::MulAdd(v, low, dot[i]);
+    }
+  };
+  int c = 0;
+  for (; c + kLanes <= channels; c += kLanes) step(c, kLanes);
+  if (c < channels) step(c, channels - c);
+}
+
+// Quantizes band b of kRows rows; start[i], unless null, gets their products with the lows added.
+template <int kRows, Fold kFold>
+void quantize_query_rows(const TileLayout& layout, int b, const int* row, const ChannelFactors& head,
+                         const PreparedQueries& q, float* start) {
+  constexpr bool kScaled = kFold != Fold::kNone;
   const BandLayout& band = bands_of(layout)[b];
   const int channels = band.channels;
-  alignas(64) float scaled[kRows][kMaxHeadDim + kLanes];
+  ChannelFactors factors = head;
+  if constexpr (kScaled) factors.scale += band.first_channel;
+  if constexpr (kFold == Fold::kScaleAndLow) factors.low += band.first_channel;
   const float* x[kRows];
-  F amax[kRows], exact[kRows], sums[kRows];
   KVANT_UNROLL
   for (int i = 0; i < kRows; ++i) {
     x[i] = q.q + static_cast<size_t>(row[i]) * layout.head_dim + band.first_channel;
-    amax[i] = exact[i] = hn::Zero(df);
   }
-  for (int c = 0; c < channels; c += kLanes) {
-    const F scale = channel_scale != nullptr ? load(channel_scale + band.first_channel + c) : set(1.0f);
-    KVANT_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const F v = hn::Mul(lanes_from(x[i] + c, channels - c), scale);
-      store(v, scaled[i] + c);
-      amax[i] = hn::Max(amax[i], hn::Abs(v));
-      exact[i] = hn::Add(exact[i], v);
-    }
-  }
+  F amax[kRows], dot[kRows], sums[kRows];
+  scan_rows<kRows, kFold>(x, factors, channels, amax, dot);
   const bool two_terms = q.terms[b] == 2;
   const RowScales scales =
       row_scales(reduce_rows<MaxLanes>(amax), two_terms ? kQueryMaxTwoTerms : kQueryMaxOneTerm);
   KVANT_UNROLL
   for (int i = 0; i < kRows; ++i) {
     int8_t* out = q.q8 + q.band_offset[b] + static_cast<size_t>(row[i]) * q.terms[b] * channels;
-    const I sum = two_terms ? quantize_row<2>(scaled[i], channels, scales.inverse[i], out)
-                            : quantize_row<1>(scaled[i], channels, scales.inverse[i], out);
+    const I sum = two_terms ? quantize_row<2, kScaled>(x[i], factors.scale, channels, scales.inverse[i], out)
+                            : quantize_row<1, kScaled>(x[i], factors.scale, channels, scales.inverse[i], out);
     sums[i] = hn::ConvertTo(df, sum);
   }
   // At most 4063 * 256: integers that floats hold exactly.
-  alignas(16) float sum[4], exact_sum[4] = {};
+  alignas(16) float sum[4], product[4];
   hn::Store(reduce_rows<AddLanes>(sums), D4(), sum);
-  if (layout.asymmetric) hn::Store(reduce_rows<AddLanes>(exact), D4(), exact_sum);
+  if constexpr (kFold == Fold::kScaleAndLow) hn::Store(reduce_rows<AddLanes>(dot), D4(), product);
   const float middle = middle_of(band.bits);
   KVANT_UNROLL
   for (int i = 0; i < kRows; ++i) {
     const int at = b * q.rows + row[i];
     q.scale[at] = scales.scale[i];
     q.offset[at] = -middle * sum[i] * scales.scale[i];
-    if (layout.asymmetric) q.offset[at] += middle * exact_sum[i];
+    if constexpr (kFold == Fold::kScaleAndLow) start[i] += product[i];
+    if (!kScaled && layout.asymmetric) q.offset[at] += middle * q.q_sum[at];
   }
 }
 
-void quantize_queries(const TileLayout& layout, int b, const QueryRows& rows, const float* channel_scale,
-                      const PreparedQueries& q) {
+template <Fold kFold>
+void quantize_queries(const TileLayout& layout, int b, const QueryRows& rows, const ChannelFactors& head,
+                      const PreparedQueries& q, float* start) {
   switch (rows.count) {
     case 1:
-      return quantize_query_rows<1>(layout, b, rows.row, channel_scale, q);
+      return quantize_query_rows<1, kFold>(layout, b, rows.row, head, q, start);
     case 2:
-      return quantize_query_rows<2>(layout, b, rows.row, channel_scale, q);
+      return quantize_query_rows<2, kFold>(layout, b, rows.row, head, q, start);
     case 3:
-      return quantize_query_rows<3>(layout, b, rows.row, channel_scale, q);
+      return quantize_query_rows<3, kFold>(layout, b, rows.row, head, q, start);
     default:
-      return quantize_query_rows<4>(layout, b, rows.row, channel_scale, q);
+      return quantize_query_rows<4, kFold>(layout, b, rows.row, head, q, start);
   }
 }
 
@@ -126,7 +161,7 @@ void prepare_queries(const TileLayout& layout, const float* q, int rows, Prepare
     }
     for (int r = 0; !layout.channel_scale && r < rows; r += 4) {
       const QueryRows block = {rows - r < 4 ? rows - r : 4, {r, r + 1, r + 2, r + 3}};
-      quantize_queries(layout, b, block, nullptr, *out);
+      quantize_queries<Fold::kNone>(layout, b, block, {}, *out, nullptr);
     }
   }
 }

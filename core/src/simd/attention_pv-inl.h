@@ -393,20 +393,26 @@ void pv_few_rows(const ValueTask* tasks, int count) {
   }
   for (int i = 0; i < count; ++i) {
     if (open[i].live.count == 0) continue;
-    prefetch_metadata(*tasks[i].layout, tasks[i].next);
+    prefetch_metadata(*tasks[i].layout, tasks[i].next, tasks[i].next_bytes);
     add_weight_rows(open[i], rows[i]);
   }
 }
 
+// Many rows: the weights of up to 16 are quantized before the first product, for the same reason.
 void pv_many_rows(const ValueTask& task, std::byte* workspace) {
   OpenValueTask open;
   open_value_task(task, workspace, &open);
-  prefetch_metadata(*task.layout, task.next);
-  for (int first = 0; first < open.live.count; first += 4) {
-    WeightRows rows;
-    open_weight_rows(task, open, first, &rows);
-    add_weight_rows(open, rows);
-    for (int b = 0; b < open.n_bands; ++b) open.bands[b].planes.ahead = 0;  // asked for already
+  prefetch_metadata(*task.layout, task.next, task.next_bytes);
+  WeightRows rows[kTasksAtOnce];
+  for (int first = 0; first < open.live.count;) {
+    int n = 0;
+    for (; n < kTasksAtOnce && first < open.live.count; ++n, first += 4) {
+      open_weight_rows(task, open, first, rows + n);
+    }
+    for (int i = 0; i < n; ++i) {
+      add_weight_rows(open, rows[i]);
+      for (int b = 0; b < open.n_bands; ++b) open.bands[b].planes.ahead = 0;  // asked for already
+    }
   }
 }
 

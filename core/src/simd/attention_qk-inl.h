@@ -247,42 +247,35 @@ void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
   }
 }
 
-// out[i] = q . channel_centre of row[i].
-template <int kRows>
-void centre_products(const TileLayout& layout, const int* row, const float* q, const float* channel_centre,
-                     float* out) {
-  F dot[kRows];
-  KVANT_UNROLL
-  for (int i = 0; i < kRows; ++i) dot[i] = hn::Zero(df);
-  for (int c = 0; c < layout.head_dim; c += kLanes) {
-    const F centre = load(channel_centre + c);
-    KVANT_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const float* x = q + static_cast<size_t>(row[i]) * layout.head_dim + c;
-      dot[i] = hn::MulAdd(lanes_from(x, layout.head_dim - c), centre, dot[i]);
+// out[i] += q . centre of row[i].
+void add_centre_products(const TileLayout& layout, const QueryRows& rows, const float* q, const float* centre,
+                         float* out) {
+  for (int i = 0; i < rows.count; ++i) {
+    const float* x = q + static_cast<size_t>(rows.row[i]) * layout.head_dim;
+    F dot = hn::Zero(df);
+    for (int c = 0; c < layout.head_dim; c += kLanes) {
+      dot = hn::MulAdd(lanes_from(x + c, layout.head_dim - c), load(centre + c), dot);
     }
+    out[i] += sum_of(dot);
   }
-  hn::StoreU(reduce_rows<AddLanes>(dot), D4(), out);
 }
 
-void add_centre_products(const TileLayout& layout, const QueryRows& rows, const float* q,
-                         const float* channel_centre, float* start) {
-  float product[4];
-  switch (rows.count) {
-    case 1:
-      centre_products<1>(layout, rows.row, q, channel_centre, product);
-      break;
-    case 2:
-      centre_products<2>(layout, rows.row, q, channel_centre, product);
-      break;
-    case 3:
-      centre_products<3>(layout, rows.row, q, channel_centre, product);
-      break;
-    default:
-      centre_products<4>(layout, rows.row, q, channel_centre, product);
-      break;
+// What codes of zero stand for, by channel: products are rounded around the middle code, and where codes
+// start at a low the middle is as much above it. Layouts with channel scales have lows of channels only.
+void expand_channel_lows(const TileLayout& layout, const std::byte* tile, const float* scale, float* out) {
+  if (layout.channel_centre) {
+    expand_channel_centres(layout, tile, out);
+  } else {
+    for (int c = 0; c < layout.head_dim; c += kLanes) store(hn::Zero(df), out + c);
   }
-  for (int i = 0; i < rows.count; ++i) start[i] += product[i];
+  for (int b = 0; layout.asymmetric && b < layout.n_bands; ++b) {
+    const BandLayout& band = bands_of(layout)[b];
+    const F middle = set(middle_of(band.bits));
+    for (int c = 0; c < band.channels; c += kLanes) {
+      const int at = band.first_channel + c, count = band.channels - c;
+      lanes_to(hn::MulAdd(middle, load(scale + at), load(out + at)), out + at, count);
+    }
+  }
 }
 
 void open_key_task(const KeyTask& task, OpenKeyTask* open) {
@@ -297,18 +290,25 @@ void open_key_task(const KeyTask& task, OpenKeyTask* open) {
     open->queries.scale = open->scale;
     open->queries.offset = open->offset;
   }
-  alignas(64) float channel_scale[kMaxHeadDim + kLanes];
-  alignas(64) float channel_centre[kMaxHeadDim + kLanes];
-  if (layout.channel_scale) expand_channel_scales(layout, task.tile, channel_scale);
-  if (layout.channel_centre) expand_channel_centres(layout, task.tile, channel_centre);
+  alignas(64) float scale[kMaxHeadDim + kLanes];
+  alignas(64) float low[kMaxHeadDim + kLanes];
+  const bool has_low = layout.channel_centre || layout.asymmetric;
+  if (layout.channel_scale) expand_channel_scales(layout, task.tile, scale);
+  if (layout.channel_scale && has_low) expand_channel_lows(layout, task.tile, scale, low);
+  if (!layout.channel_scale) expand_channel_centres(layout, task.tile, low);
   for (int first = 0; first < open->live.count; first += 4) {
     QueryRows rows;
     rows.count = open->live.count - first < 4 ? open->live.count - first : 4;
     for (int i = 0; i < rows.count; ++i) rows.row[i] = open->live.row[first + i];
+    float* start = open->start + first;
+    if (!layout.channel_scale) add_centre_products(layout, rows, q.q, low, start);
     for (int b = 0; layout.channel_scale && b < layout.n_bands; ++b) {
-      quantize_queries(layout, b, rows, channel_scale, open->queries);
+      if (has_low) {
+        quantize_queries<Fold::kScaleAndLow>(layout, b, rows, {scale, low}, open->queries, start);
+      } else {
+        quantize_queries<Fold::kScale>(layout, b, rows, {scale, nullptr}, open->queries, start);
+      }
     }
-    if (layout.channel_centre) add_centre_products(layout, rows, q.q, channel_centre, open->start + first);
   }
 }
 
@@ -323,7 +323,7 @@ void qk_tiles(const KeyTask* tasks, int count) {
     } while (few && n < kTasksAtOnce && first + n < count && tasks[first + n].queries->rows <= kFewRows);
     for (int i = 0; i < n; ++i) {
       const KeyTask& task = tasks[first + i];
-      prefetch_metadata(*task.layout, task.next);
+      prefetch_metadata(*task.layout, task.next, task.next_bytes);
       for (int b = 0; b < task.layout->n_bands; ++b) qk_band(task, open[i], b);
     }
     first += n;

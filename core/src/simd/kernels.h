@@ -67,10 +67,12 @@ struct LogitStrip {
 struct KeyTask {
   const TileLayout* layout = nullptr;
   const std::byte* tile = nullptr;
-  // A tile, of this layout or another, that will be read soon: as many lines of it as this tile has are
-  // prefetched to the second-level cache while those of `tile` are used. Pages lie anywhere in memory, and
-  // asking for a whole tile at once would stall on the line-fill buffers. `tile` when there is none.
+  // A tile, of this layout or another, that will be read soon: as many lines of its codes as this tile has are
+  // prefetched to the second-level cache while those of `tile` are used, and all that lies behind them. Pages
+  // lie anywhere in memory, and asking for a whole tile at once would stall on the line-fill buffers. `tile`
+  // and 0 when there is none.
   const std::byte* next = nullptr;
+  uint32_t next_bytes = 0;
   const PreparedQueries* queries = nullptr;
   const float* base = nullptr;
   const uint64_t* live = nullptr;
@@ -83,6 +85,7 @@ struct ValueTask {
   const TileLayout* layout = nullptr;
   const std::byte* tile = nullptr;
   const std::byte* next = nullptr;  // as above
+  uint32_t next_bytes = 0;
   const float* weights = nullptr;
   int rows = 0;
   const uint64_t* live = nullptr;
