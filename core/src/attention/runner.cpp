@@ -245,9 +245,13 @@ void AttentionRunner::run_item(int item) {
     const Block block = find_block(item);
     transform_queries(block, queries_);
     prepare_queries(block, queries_);
-    reset(&total_state_, block.all_rows());
     const int runs = (block.stream->n_pages + kRunPages - 1) / kRunPages;
-    for (int run = 0; run < runs; ++run) {
+    if (runs == 1) {
+      attend_run(block, queries_, 0, &total_state_);
+    } else {
+      reset(&total_state_, block.all_rows());
+    }
+    for (int run = 0; runs > 1 && run < runs; ++run) {
       attend_run(block, queries_, run, &run_state_);
       merge(block, run_state_, &total_state_);
     }

@@ -157,8 +157,9 @@ class AttentionRunner {
   // Tiles of the strip in the order of their use.
   TileAddress tiles_[2 * kRunPages * kMaxItemHeads + kPrefetchTiles + kMaxItemHeads];
   int n_tiles_ = 0, at_tile_ = 0;
-  simd::KeyTask key_tasks_[kRunPages * kMaxItemHeads];
-  simd::ValueTask value_tasks_[kRunPages * kMaxItemHeads];
+  // Room for tasks, which are not set to their defaults for every job.
+  alignas(simd::KeyTask) std::byte key_tasks_[kRunPages * kMaxItemHeads * sizeof(simd::KeyTask)];
+  alignas(simd::ValueTask) std::byte value_tasks_[kRunPages * kMaxItemHeads * sizeof(simd::ValueTask)];
   uint64_t pairs_ = 0, pairs_tile_ = 0, pairs_tile_v_ = 0, pairs_skipped_ = 0;
 };
 

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "attention/runner.h"
 #include "cache/side_page.h"
@@ -116,6 +117,7 @@ void AttentionRunner::merge_lanes(const Block& block, const uint64_t* lanes, con
 // Scores of the keys that are read from tiles.
 void AttentionRunner::tile_logits(const Block& block, const Queries& queries, int pages) {
   const int dim = layer_.shape.key_dim;
+  auto* tasks = reinterpret_cast<simd::KeyTask*>(key_tasks_);
   int n_tasks = 0;
   for (int i = 0; i < pages; ++i) {
     const StripPage& page = strip_[i];
@@ -128,14 +130,14 @@ void AttentionRunner::tile_logits(const Block& block, const Queries& queries, in
       float* logits = logits_of(block, i, h);
       if (args_.path == AttentionPath::kFused) {
         const TileAddress next = next_tile(at);
-        key_tasks_[n_tasks++] = {.layout = &format.layout(),
-                                 .tile = at,
-                                 .next = next.at,
-                                 .next_bytes = next.bytes,
-                                 .queries = &prepared_[h],
-                                 .base = centre,
-                                 .live = page.live.key_tile,
-                                 .logits = logits};
+        std::construct_at(tasks + n_tasks++, simd::KeyTask{.layout = &format.layout(),
+                                                           .tile = at,
+                                                           .next = next.at,
+                                                           .next_bytes = next.bytes,
+                                                           .queries = &prepared_[h],
+                                                           .base = centre,
+                                                           .live = page.live.key_tile,
+                                                           .logits = logits});
         continue;
       }
       format.decode(at, floats_);
@@ -146,7 +148,7 @@ void AttentionRunner::tile_logits(const Block& block, const Queries& queries, in
       }
     }
   }
-  if (n_tasks != 0) kernels_.qk_tiles(key_tasks_, n_tasks);
+  if (n_tasks != 0) kernels_.qk_tiles(tasks, n_tasks);
 }
 
 // Scores of the keys that are read from exact rows; logits of the tile's keys are there already.
@@ -264,9 +266,10 @@ const uint64_t* AttentionRunner::unskipped_lanes(const Block& block, int page, i
 // Weighted sums of the values that are read from tiles.
 void AttentionRunner::add_tile_values(const Block& block, int pages, State* state) {
   const int dim = layer_.shape.value_dim;
+  auto* tasks = reinterpret_cast<simd::ValueTask*>(value_tasks_);
   int n_tasks = 0;
   const auto flush = [&] {
-    if (n_tasks != 0) kernels_.pv_tiles(value_tasks_, n_tasks, pv_workspace_);
+    if (n_tasks != 0) kernels_.pv_tiles(tasks, n_tasks, pv_workspace_);
     n_tasks = 0;
   };
   for (int i = 0; i < pages; ++i) {
@@ -285,14 +288,14 @@ void AttentionRunner::add_tile_values(const Block& block, int pages, State* stat
       weights = masked_weights(block, page.live, page.live.value_tile, weights);
       if (args_.path == AttentionPath::kFused) {
         const TileAddress next = next_tile(at);
-        value_tasks_[n_tasks++] = {.layout = &format.layout(),
-                                   .tile = at,
-                                   .next = next.at,
-                                   .next_bytes = next.bytes,
-                                   .weights = weights,
-                                   .rows = block.rows,
-                                   .live = lanes,
-                                   .acc = acc};
+        std::construct_at(tasks + n_tasks++, simd::ValueTask{.layout = &format.layout(),
+                                                             .tile = at,
+                                                             .next = next.at,
+                                                             .next_bytes = next.bytes,
+                                                             .weights = weights,
+                                                             .rows = block.rows,
+                                                             .live = lanes,
+                                                             .acc = acc});
         if (masked) flush();
       } else {
         format.decode(at, floats_);

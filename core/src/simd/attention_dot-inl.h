@@ -290,7 +290,9 @@ constexpr int kUnpackRows = 4;
 constexpr int kTasksAtOnce = 4;
 constexpr int kFewRows = 4;
 
-HWY_INLINE int rows_per_block(bool two_terms) { return two_terms ? 2 : 4; }
+// Rows whose sums 32 registers, or 16, hold beside the codes.
+constexpr int kTwoTermRows = kLanes == 16 ? 4 : 2;
+HWY_INLINE int rows_per_block(bool two_terms) { return two_terms ? kTwoTermRows : 4; }
 
 }  // namespace
 }  // namespace kvant::simd::KVANT_TARGET

@@ -128,7 +128,7 @@ using ValueBlockFunction = void (*)(const ValueBlock&);
 
 template <int kFormat, int kWidth>
 HWY_INLINE ValueBlockFunction value_block_of_rows(int rows) {
-  if constexpr (kWidth >= kTwoTermBits) {
+  if constexpr (kWidth >= kTwoTermBits && kTwoTermRows == 2) {
     return rows == 1 ? value_block<kFormat, kWidth, 1> : value_block<kFormat, kWidth, 2>;
   } else {
     switch (rows) {

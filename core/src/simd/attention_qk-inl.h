@@ -134,7 +134,7 @@ HWY_INLINE void key_slice(const KeyBlock& block, int byte) {
 
 template <int kFormat, int kWidth, int kTerms, int kRows>
 void key_block(const KeyBlock& block) {
-  if constexpr (kLanes == 16) {
+  if constexpr (kLanes == 16 && kTerms * kRows <= 4) {
     key_slice<kFormat, kWidth, kTerms, kRows, 4, 0>(block, 0);
   } else {
     for (int byte = 0; byte < 64; byte += 4 * kLanes) {
@@ -148,6 +148,10 @@ using KeyBlockFunction = void (*)(const KeyBlock&);
 
 template <int kFormat, int kWidth>
 HWY_INLINE KeyBlockFunction two_term_key_block(int rows) {
+  if constexpr (kTwoTermRows == 4) {
+    if (rows == 3) return key_block<kFormat, kWidth, 2, 3>;
+    if (rows == 4) return key_block<kFormat, kWidth, 2, 4>;
+  }
   return rows == 1 ? key_block<kFormat, kWidth, 2, 1> : key_block<kFormat, kWidth, 2, 2>;
 }
 

@@ -70,6 +70,79 @@ struct SixteenLanes {
       return add(_mm512_shuffle_f32x4(a, a, 0x4e), negate_upper<8>(a));
     }
   }
+
+  // A rotation of kFactor * kColumns channels: EncodeBody's sums and butterflies in the same order, with
+  // kColumns columns of 16 / kColumns rows in a vector, so that nothing passes through memory in between.
+  // Products with signs are exact: a fused addition rounds as a product and a sum do.
+  template <int kFactor, int kColumns>
+  static void rotate(float* x, float norm) {
+    constexpr int kRows = 16 / kColumns, kVectors = kFactor / kRows;
+    const float* h = hadamard_matrix(kFactor);
+    F sum[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) sum[v] = set1(0.0f);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i column = _mm512_srli_epi32(lane, log2_of(kRows));
+    for (int j = 0; j < kFactor; ++j) {
+      const F values = _mm512_permutexvar_ps(column, first_lanes<kColumns>(x + j * kColumns));
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        sum[v] = _mm512_fmadd_ps(repeated<kRows>(h + j * kHadamardStride + v * kRows), values, sum[v]);
+      }
+    }
+    // Lane row * kColumns + column comes from lane column * kRows + row.
+    const __m512i from = _mm512_or_si512(
+        _mm512_slli_epi32(_mm512_and_si512(lane, _mm512_set1_epi32(kColumns - 1)), log2_of(kRows)),
+        _mm512_srli_epi32(lane, log2_of(kColumns)));
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      F a = sum[v];
+      if constexpr (kRows <= 1) a = butterfly<1>(a);
+      if constexpr (kRows <= 2) a = butterfly<2>(a);
+      if constexpr (kRows <= 4) a = butterfly<4>(a);
+      a = butterfly<8>(a);
+      store(x + 16 * v, mul(_mm512_permutexvar_ps(from, a), set1(norm)));
+    }
+  }
+  static constexpr unsigned log2_of(int n) { return n == 1 ? 0 : n == 2 ? 1 : n == 4 ? 2 : n == 8 ? 3 : 4; }
+  // kCount floats in the lowest lanes.
+  template <int kCount>
+  static F first_lanes(const float* p) {
+    if constexpr (kCount == 4) return _mm512_castps128_ps512(_mm_loadu_ps(p));
+    if constexpr (kCount == 8) return _mm512_castps256_ps512(_mm256_loadu_ps(p));
+    return load(p);
+  }
+  // kCount floats over and over.
+  template <int kCount>
+  static F repeated(const float* p) {
+    if constexpr (kCount == 1) return set1(*p);
+    if constexpr (kCount == 2) {
+      return _mm512_castsi512_ps(
+          _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    }
+    return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+  }
+  // False for sizes that have no such form.
+  static bool hadamard_of_factor(float* x, int factor, int columns, float norm) {
+    switch (factor * 32 + columns) {
+      case 12 * 32 + 4:
+        return rotate<12, 4>(x, norm), true;
+      case 12 * 32 + 8:
+        return rotate<12, 8>(x, norm), true;
+      case 12 * 32 + 16:
+        return rotate<12, 16>(x, norm), true;
+      case 20 * 32 + 4:
+        return rotate<20, 4>(x, norm), true;
+      case 20 * 32 + 8:
+        return rotate<20, 8>(x, norm), true;
+      case 28 * 32 + 4:
+        return rotate<28, 4>(x, norm), true;
+      case 28 * 32 + 8:
+        return rotate<28, 8>(x, norm), true;
+      default:
+        return false;
+    }
+  }
 };
 
 using Body = EncodeBody<SixteenLanes>;

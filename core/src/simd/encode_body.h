@@ -6,7 +6,8 @@
 //   butterfly<stride>(a)        per lane l with partner p = l ^ stride: l < p ? a[l] + a[p] : a[p] - a[l]
 //   load_codes, store_codes     kLanes bytes <-> floats, truncating
 //   load_f16                    kLanes binary16 -> floats
-// and for 16 lanes the same loads and stores over the lower 8 lanes: load_half reads zeros into the upper
+// Optional: hadamard_of_factor(x, factor, n, norm), a whole normalised rotation, false where it has none.
+// And for 16 lanes the same loads and stores over the lower 8 lanes: load_half reads zeros into the upper
 // ones. Included only by the files of the targets; V is local to each of them, so nothing here is shared
 // between code compiled for different instruction sets. Nothing from std:: is called for the same reason.
 #pragma once

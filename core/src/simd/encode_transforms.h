@@ -171,11 +171,23 @@ struct TransformBody {
     }
   }
 
+  // A row of blocks by the target's own rotation, where it has one of this size.
+  static bool rotate_blocks(float* x, int dim, int block, int factor, float norm) {
+    if constexpr (requires { V::hadamard_of_factor(x, factor, block, norm); }) {
+      for (int first = 0; first + block <= dim; first += block) {
+        if (!V::hadamard_of_factor(x + first, factor, block / factor, norm)) return false;
+      }
+      return true;
+    }
+    return false;
+  }
+
   static void hadamard(float* x, int dim, int block, int rows) {
     const int factor = hadamard_factor(block);
     const int n = block / factor;
     const float norm = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
     for (int r = 0; r < rows; ++r, x += dim) {
+      if (factor != 1 && rotate_blocks(x, dim, block, factor, norm)) continue;
       for (int first = 0; first + block <= dim; first += block) {
         if (factor != 1) {
           hadamard_of_factor(x + first, factor, n);
