@@ -14,6 +14,26 @@
 namespace kvant::simd {
 namespace {
 
+// Rows of a Hadamard matrix with each four elements four times in a row: broadcasting four floats from memory
+// takes as long as a product.
+template <int kFactor>
+struct RepeatedRows {
+  alignas(64) float at[kFactor * kFactor * 4];
+};
+template <int kFactor>
+consteval RepeatedRows<kFactor> repeat_rows() {
+  RepeatedRows<kFactor> rows{};
+  const float* h = hadamard_matrix(kFactor);
+  for (int j = 0; j < kFactor; ++j) {
+    for (int l = 0; l < kFactor * 4; ++l) {
+      rows.at[j * kFactor * 4 + l] = h[j * kHadamardStride + l / 16 * 4 + l % 4];
+    }
+  }
+  return rows;
+}
+template <int kFactor>
+constexpr RepeatedRows<kFactor> kRepeatedRows = repeat_rows<kFactor>();
+
 struct SixteenLanes {
   static constexpr int kLanes = 16;
   static constexpr __mmask16 kLower = 0x00ff;
@@ -77,7 +97,6 @@ struct SixteenLanes {
   template <int kFactor, int kColumns>
   static void rotate(float* x, float norm) {
     constexpr int kRows = 16 / kColumns, kVectors = kFactor / kRows;
-    const float* h = hadamard_matrix(kFactor);
     F sum[kVectors];
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) sum[v] = set1(0.0f);
@@ -87,7 +106,7 @@ struct SixteenLanes {
       const F values = _mm512_permutexvar_ps(column, first_lanes<kColumns>(x + j * kColumns));
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
-        sum[v] = _mm512_fmadd_ps(repeated<kRows>(h + j * kHadamardStride + v * kRows), values, sum[v]);
+        sum[v] = _mm512_fmadd_ps(signs<kFactor, kRows>(j, v), values, sum[v]);
       }
     }
     // Lane row * kColumns + column comes from lane column * kRows + row.
@@ -112,15 +131,17 @@ struct SixteenLanes {
     if constexpr (kCount == 8) return _mm512_castps256_ps512(_mm256_loadu_ps(p));
     return load(p);
   }
-  // kCount floats over and over.
-  template <int kCount>
-  static F repeated(const float* p) {
-    if constexpr (kCount == 1) return set1(*p);
-    if constexpr (kCount == 2) {
+  // Column j of the matrix at kRows rows from kRows * v on, over and over.
+  template <int kFactor, int kRows>
+  static F signs(int j, int v) {
+    if constexpr (kRows == 4) {
+      return _mm512_load_ps(kRepeatedRows<kFactor>.at + (j * kFactor / 4 + v) * 16);
+    } else {
+      const float* h = hadamard_matrix(kFactor) + j * kHadamardStride + v * kRows;
+      if constexpr (kRows == 1) return set1(*h);
       return _mm512_castsi512_ps(
-          _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+          _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(h))));
     }
-    return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
   }
   // False for sizes that have no such form.
   static bool hadamard_of_factor(float* x, int factor, int columns, float norm) {

@@ -79,7 +79,7 @@ constexpr int hadamard_factor(int block) {
   return 0;
 }
 
-inline const float* hadamard_matrix(int factor) {
+constexpr const float* hadamard_matrix(int factor) {
   return factor == 12 ? kHadamard12.data() : factor == 20 ? kHadamard20.data() : kHadamard28.data();
 }
 
