@@ -67,10 +67,10 @@ struct LogitStrip {
 struct KeyTask {
   const TileLayout* layout = nullptr;
   const std::byte* tile = nullptr;
-  // A tile, of this layout or another, that will be read soon: as many lines of its codes as this tile has are
-  // prefetched to the second-level cache while those of `tile` are used, and all that lies behind them. Pages
-  // lie anywhere in memory, and asking for a whole tile at once would stall on the line-fill buffers. `tile`
-  // and 0 when there is none.
+  // A tile, of this layout or another, that will be read soon: as many lines of its codes as this tile has
+  // are prefetched to the second-level cache while those of `tile` are used, and all that lies behind them.
+  // Pages lie anywhere in memory, and asking for a whole tile at once would stall on the line-fill buffers.
+  // `tile` and 0 when there is none.
   const std::byte* next = nullptr;
   uint32_t next_bytes = 0;
   const PreparedQueries* queries = nullptr;
