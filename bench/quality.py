@@ -175,12 +175,16 @@ def main():
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peer-lists", type=int, default=len(PEERS), choices=range(1, len(PEERS) + 1),
                         help="of the lists of llama.cpp's caches, measure only the first so many")
+    parser.add_argument("--only", metavar="NAME", help="of the models, only this one")
     parser.add_argument("--report", help="Markdown file to write, between its marks where it has them (default: standard output)")
     args = parser.parse_args()
     args.model, args.text = pairs(args.model, "model"), pairs(args.text, "text")
+    if args.only and args.only not in args.model:
+        parser.error(f"--only {args.only}: not a model; take one of {', '.join(args.model)}")
 
-    bench, tests, parts = Bench(args), {}, []
-    for model in args.model:
+    bench, all_hold = Bench(args), True
+    for model in [args.only] if args.only else args.model:
+        tests, parts = {}, []
         recipe = bench.calibration(model, args.model[model])
         for text in args.text:
             plain = rows_by_test(bench.evaluate("plain", model, text, PLAIN), " (plain)")
@@ -195,9 +199,9 @@ def main():
                 rows = {**peers[test], **named[test], **plain[test]}
                 tests[(model, text, test)] = rows
                 parts.append(f"### {model}, {text}, {'running text' if test == 'text' else 'copy test'}\n\n{table(rows)}\n")
-    bar_lines, all_hold = bars(tests)
-    report = "\n".join(parts) + f"\n### Bars\n\n{bar_lines}\n"
-    put(args.report, "ladder", report)
+        bar_lines, hold = bars(tests)
+        all_hold = all_hold and hold
+        put(args.report, f"ladder {model}", "\n".join(parts) + f"\n### {model}, bars\n\n{bar_lines}\n")
     return 0 if all_hold else 1
 
 
