@@ -171,6 +171,17 @@ TEST(Fit, WithoutCalibrationWidthsStayAndThatIsSaid) {
   EXPECT_EQ(layers[2].reason, "");
 }
 
+TEST(Fit, CostsThatAreNoCostsAreNoCalibration) {
+  for (const double bad :
+       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity(), -1.0}) {
+    const LayerCalibration c = calibration({{1, .1, bad, .1}, {1, .1, .1, .1}});
+    const std::vector<LayerScheme> layers = resolve("kv4,s=16", {{kShape, &c, ""}});
+    ASSERT_EQ(layers.size(), 1u);
+    EXPECT_THAT(layers[0].reason, HasSubstr("there is no calibration to fit the keys to")) << bad;
+    EXPECT_EQ(layers[0].heads[1].key_format.name(), "t6-4-3-3") << bad;
+  }
+}
+
 TEST(Fit, RefusesKeysThatHaveNoBandsOfTheBasis) {
   const LayerCalibration c = calibration({{1, 1, 1, 1}, {1, 1, 1, 1}});
   for (const char* text : {"k=c4a,v=t4,fit=1", "k=t4a,v=t4,fit=1", "k=ct4-3,v=t4,fit=1", "k=f16,v=t4,fit=1",

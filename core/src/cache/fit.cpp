@@ -1,5 +1,7 @@
 #include "cache/fit.h"
 
+#include <algorithm>
+#include <cmath>
 #include <queue>
 
 #include "cache/escape.h"
@@ -20,12 +22,18 @@ struct Band {
   double gain() const { return cost * (relative_error(bits) - relative_error(bits + 1)) / channels; }
 };
 
+// A cost that is not a number has no place in an order of gains.
+bool orders_bands(const ErrorModel& model) {
+  return std::isfinite(model.excess) && std::all_of(model.spectrum.begin(), model.spectrum.end(),
+                                                    [](float x) { return std::isfinite(x) && x >= 0; });
+}
+
 bool keys_calibrated(const LayerRequest& layer) {
   if (layer.calibration == nullptr) return false;
   const auto& keys = layer.calibration->key;
   if (static_cast<int>(keys.size()) != layer.shape.n_kv_heads) return false;
   for (const auto& key : keys) {
-    if (key == nullptr || key->error.spectrum.empty()) return false;
+    if (key == nullptr || key->error.spectrum.empty() || !orders_bands(key->error)) return false;
   }
   return true;
 }
