@@ -100,6 +100,26 @@ for name, want in (("packed", plan["packed"]), ("exact_rows", plan["exact_rows"]
     assert run[name] == want, (name, run[name], want)
 PYTHON
 
+say "plan takes the calibration that run takes: the same bits and bytes"
+"$kvant" testmodel --kind shapes --layers 2 --head-dim 64 -o recipe.gguf
+"$kvant" calibrate -m recipe.gguf -f prompt.txt --tokens 1024 -o recipe.cal >calibrated.txt 2>&1
+"$kvant" run -m recipe.gguf -f prompt.txt -n 1 --temp 0 -c 8192 --kv kv3 --recipe recipe.cal --json >run.json
+tokens=$(python3 -c 'import json; print(json.load(open("run.json"))["cache"]["tokens"])')
+KVANT_RECIPE=recipe.cal "$kvant" plan -m recipe.gguf -c "$tokens" --kv kv3 --json >plan.json
+json plan.json 'j["calibrated"] and j["overridden"] == []'
+KVANT_RECIPE=none "$kvant" plan -m recipe.gguf -c "$tokens" --kv kv3 --recipe recipe.cal --json >override.json
+json override.json 'j["calibrated"] and j["overridden"] == ["KVANT_RECIPE=none is overridden by --recipe recipe.cal"]'
+"$kvant" plan -m recipe.gguf --kv kv3 --recipe none --json >none.json
+json none.json 'not j["calibrated"]'
+python3 - <<'PYTHON'
+import json
+run, plan = json.load(open("run.json"))["cache"], json.load(open("plan.json"))["plans"][0]
+for name in ("packed", "exact_rows"):
+    assert run[name] == plan["bytes"][name], (name, run, plan)
+for name in ("bits_k", "bits_v"):
+    assert name not in run or abs(run[name] - plan[name]) < 1e-6, (name, run, plan)
+PYTHON
+
 say "run: greedy text of the exact cache is llama.cpp's (f32 weights: others round activations)"
 "$kvant" testmodel --kind shapes --layers 3 --head-dim 80 -o small.gguf
 "$kvant" run -m small.gguf -f prompt.txt -n 100 --temp 0 -c 8192 --kv exact 2>summary.txt >exact.txt

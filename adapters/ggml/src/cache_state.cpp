@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "calibration_lookup.h"
+#include "kvant/calibration_lookup.h"
 #include "kvant/isa.h"
 #include "kvant/scheme.h"
 #include "norm_tracker.h"

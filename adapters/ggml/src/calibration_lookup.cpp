@@ -1,4 +1,4 @@
-#include "calibration_lookup.h"
+#include "kvant/calibration_lookup.h"
 
 #include <filesystem>
 #include <string>

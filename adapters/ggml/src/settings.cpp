@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "calibration_lookup.h"
+#include "kvant/calibration_lookup.h"
 #include "kvant/edit_distance.h"
 #include "kvant/isa.h"
 #include "kvant/layer_scheme.h"

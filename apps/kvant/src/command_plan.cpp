@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "cli.h"
 #include "kvant/calibration_file.h"
+#include "kvant/calibration_lookup.h"
 #include "kvant/candidate.h"
 #include "kvant/eval_report.h"
 #include "kvant/model_shape.h"
@@ -73,14 +73,14 @@ Result<eval::ModelShape> shape_of(const PlanFlags& f) {
 }
 
 // The calibration that the backend would find for the model.
-Status find_calibration(const std::string& model, std::optional<ggml::Calibration>* out) {
+Status find_calibration(const std::string& model, const ggml::Options& options,
+                        std::optional<ggml::Calibration>* out) {
+  if (model.empty()) return {};
   Result<uint64_t> fingerprint = ggml::model_fingerprint(model);
-  if (!fingerprint.ok() || fingerprint.value() == 0) return fingerprint.status();
-  const std::string path = ggml::calibration_path(fingerprint.value());
-  if (!std::filesystem::exists(path)) return {};
-  Result<ggml::Calibration> loaded = ggml::load_calibration(path, fingerprint.value());
-  if (!loaded.ok()) return loaded.status();
-  *out = std::move(loaded.value());
+  if (!fingerprint.ok()) return fingerprint.status();
+  Result<std::optional<ggml::Calibration>> found = ggml::find_calibration(options, fingerprint.value());
+  if (!found.ok()) return found.status();
+  *out = std::move(found.value());
   return {};
 }
 
@@ -138,13 +138,15 @@ int do_plan(const PlanFlags& f) {
   std::vector<std::vector<std::string>> rows = {
       {"scheme", "bits K / V", "packed", "exact rows", "tables", "workspace", "total bytes", "beside f16"}};
   nlohmann::json plans = nlohmann::json::array();
-  std::optional<ggml::Calibration> calibration;
-  if (!f.model.empty()) {
-    if (Status status = find_calibration(f.model, &calibration); !status.ok()) return fail(status);
+  if (f.model.empty() && !f.cache.recipe.empty() && f.cache.recipe != "none") {
+    return fail(
+        {Code::kInvalidArgument, "--recipe " + f.cache.recipe + " is for a model; give it with --model"});
   }
   ggml::Options environment;
-  if (Status status = ggml::options_from_environment({}, &environment); !status.ok()) return fail(status);
   std::vector<std::string> overridden;
+  if (Status status = cache_options(f.cache, &environment, &overridden); !status.ok()) return fail(status);
+  std::optional<ggml::Calibration> calibration;
+  if (Status status = find_calibration(f.model, environment, &calibration); !status.ok()) return fail(status);
   const Wanted wanted = wanted_caches(f.kv, kDefaultCaches, &overridden);
   Result<std::vector<eval::Candidate>> caches = read_caches(wanted, f.cache);
   if (!caches.ok()) return fail(caches.status());
@@ -235,6 +237,9 @@ Command add_plan(CLI::App& root) {
   app->add_option("--sinks", f->cache.sinks, "exact first tokens, instead of the scheme's")
       ->check(whole_number(0, 256))
       ->type_name("N");
+  app->add_option("--recipe", f->cache.recipe,
+                  "calibration file, a folder of them, or none (default: where `kvant calibrate` writes)")
+      ->type_name("PATH|none");
   app->add_flag("--json", f->json, "print JSON");
   app->add_flag("--markdown", f->markdown, "print a table for GitHub");
   return {app, [f] { return do_plan(*f); }};
