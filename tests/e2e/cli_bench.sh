@@ -19,6 +19,8 @@ words = shlex.split(j["command"])
 again = json.loads(subprocess.check_output([os.environ["KVANT_BIN"] + "/kvant", *words[1:], "--json"]))
 assert again["command"] == j["command"]
 PYTHON
+KVANT_ISA=scalar "$kvant" bench attention --kv kv4 --lengths 256 --layers 1 --repeats 1 --json >scalar.json
+python3 -c 'import json; assert json.load(open("scalar.json"))["isa"] == "scalar"'
 "$kvant" bench attention --kv kv4 --lengths 512 --layers 1 --forks 8 --repeats 1 >table.txt
 grep -q '^| kv4 | 512 |' table.txt
 code=0

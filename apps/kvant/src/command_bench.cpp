@@ -85,7 +85,15 @@ void print_table(const eval::AttentionBench& bench, const eval::BenchAttentionOp
   std::printf("\n%s\n", repro(o).c_str());
 }
 
+// KVANT_ISA holds for kernels that are timed without the backend, too.
+Status force_isa_of_environment() {
+  ggml::Options environment;
+  KVANT_RETURN_IF_ERROR(ggml::options_from_environment({}, &environment));
+  return environment.isa.empty() ? Status() : force_isa(environment.isa);
+}
+
 int do_attention(AttentionFlags* f) {
+  if (const Status forced = force_isa_of_environment(); !forced.ok()) return fail(forced);
   catch_interrupt();
   f->options.caches = eval::split_candidates(with_peers(f->caches, f->peers));
   ProgressLine progress;
@@ -284,6 +292,7 @@ void print_bars(const std::vector<eval::BarRow>& rows, const BarsFlags& f) {
 }
 
 int do_bars(BarsFlags* f) {
+  if (const Status forced = force_isa_of_environment(); !forced.ok()) return fail(forced);
   catch_interrupt();
   eval::show_llama_messages(false);
   if (f->options.threads == 0) f->options.threads = default_threads();
