@@ -5,6 +5,7 @@
 #include <queue>
 
 #include "cache/escape.h"
+#include "formats/family.h"
 #include "formats/spec.h"
 #include "kvant/format.h"
 
@@ -16,7 +17,7 @@ struct Band {
   int index = 0;
   int channels = 0;
   double cost = 0;  // band_cost
-  int bits = kMinBits;
+  int bits = 0;
 
   // Error that one more bit takes away, per bit of storage.
   double gain() const { return cost * (relative_error(bits) - relative_error(bits + 1)) / channels; }
@@ -41,7 +42,7 @@ bool keys_calibrated(const LayerRequest& layer) {
 Status check_fit(const Scheme& scheme, const FormatSpec& spec) {
   const bool calibrated =
       scheme.key_transform == TransformChoice::kAuto || scheme.key_transform == TransformChoice::kCalibrated;
-  if (spec.n_widths > 0 && format_spec_name(spec).front() == 't' && !spec.asymmetric && calibrated) return {};
+  if (spec.family->prefix == "t" && !spec.asymmetric && calibrated) return {};
   return {Code::kUnsupported,
           "fit=1 takes symmetric keys of family t in their calibrated basis, not k=" + scheme.key_format +
               " with kx=" + (calibrated ? "calibrated" : "none or hadamard") +
@@ -55,14 +56,17 @@ void spend(double bits, std::vector<Band>* bands) {
     return x != y ? x < y : a > b;
   };
   std::priority_queue<size_t, std::vector<size_t>, decltype(less)> next(less);
-  for (size_t i = 0; i < bands->size(); ++i) next.push(i);
+  for (size_t i = 0; i < bands->size(); ++i) {
+    if ((*bands)[i].bits < kMaxBits) next.push(i);
+  }
   while (!next.empty()) {
     const size_t best = next.top();
     next.pop();
     Band& band = (*bands)[best];
     if (band.channels > bits) continue;
     bits -= band.channels;
-    if (++band.bits < kMaxBits) next.push(best);
+    ++band.bits;
+    if (band.bits < kMaxBits) next.push(best);
   }
 }
 
@@ -82,12 +86,15 @@ Result<std::vector<std::vector<std::string>>> fit_key_formats(const Scheme& sche
     if (!format.ok()) return format.status();
     const TileLayout& layout = format.value().layout();
     specs[l].assign(layers[l].shape.n_kv_heads, spec.value());
+    int narrowest = kMaxBits;
+    for (int b = 0; b < layout.n_bands; ++b) narrowest = std::min<int>(narrowest, layout.bands[b].bits);
     for (size_t h = 0; h < specs[l].size(); ++h) {
       const ErrorModel& model = layers[l].calibration->key[h]->error;
       for (int b = 0; b < layout.n_bands; ++b) {
         const BandLayout& band = layout.bands[b];
-        bands.push_back({l, h, b, band.channels, band_cost(model, band.first_channel, band.channels)});
-        bits += static_cast<double>(band.channels) * (band.bits - kMinBits);
+        bands.push_back(
+            {l, h, b, band.channels, band_cost(model, band.first_channel, band.channels), narrowest});
+        bits += static_cast<double>(band.channels) * (band.bits - narrowest);
       }
     }
   }
