@@ -1,4 +1,4 @@
-# Lint, sanitizers, fuzzing, coverage.
+# Lint, sanitizers, fuzzing, coverage, other processors.
 
 source_files() {
   git -C "$KVANT_ROOT" ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cc' '*.inc'
@@ -105,4 +105,21 @@ verb_coverage() {
   # them run depends on the machine.
   gcovr --root "$KVANT_ROOT" --object-directory "$dir" --filter 'core/' --exclude '.*(avx|hwy128|x86|-inl\.h).*' \
     --exclude-throw-branches --gcov-ignore-parse-errors --print-summary --fail-under-line 90 "$dir/core"
+}
+
+# Core for 64-bit Arm under qemu: the kernels there are those of hwy128 in NEON. Without arguments the tests of kernels,
+# layouts and transforms, since qemu takes fifty times as long; no property tests, whose library Debian has for the
+# machine's own architecture alone.
+verb_neon() {
+  [ $# -gt 0 ] || set -- -R '^golden|Isa/|Attention(Paths|Skip|Counters)|LiveMask|Transform|TileLayout|PackBand|SlotCache|Half'
+  local dir="$KVANT_ROOT/build-neon" toolchain="$KVANT_ROOT/cmake/aarch64.cmake"
+  # shellcheck disable=SC2086
+  with_setup_lock require_packages $PACKAGES_BUILD $PACKAGES_NEON
+  mkdir -p "$dir/gtest"
+  step "configure GoogleTest" "$dir/log-gtest.txt" cmake -S /usr/src/googletest -B "$dir/gtest" -G Ninja \
+    -DCMAKE_TOOLCHAIN_FILE="$toolchain" -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX="$dir/prefix" \
+    -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)"
+  step "build GoogleTest" "$dir/log-gtest.txt" ninja -C "$dir/gtest" -j "$JOBS" install
+  core_build "$dir" -DCMAKE_TOOLCHAIN_FILE="$toolchain" -DCMAKE_PREFIX_PATH="$dir/prefix" -DCMAKE_BUILD_TYPE=Release
+  ctest --test-dir "$dir" --output-on-failure --no-tests=error -j "$JOBS" "$@"
 }

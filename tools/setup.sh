@@ -16,6 +16,8 @@ PACKAGES_LINT="clang clang-format clang-tidy shellcheck"
 PACKAGES_FUZZ="clang libclang-rt-14-dev"
 # shellcheck disable=SC2034
 PACKAGES_COVERAGE="gcovr"
+# shellcheck disable=SC2034
+PACKAGES_NEON="g++-aarch64-linux-gnu qemu-user googletest"
 
 LLAMA_LIBRARIES="llama ggml-cpu"
 LLAMA_PROGRAMS="llama-perplexity llama-bench llama-completion llama-batched-bench llama-tokenize llama-quantize"

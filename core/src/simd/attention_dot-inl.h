@@ -253,13 +253,13 @@ HWY_INLINE Bytes pack_signed(const I* v) {
 HWY_INLINE I sum_unsigned(Bytes v) {
   const Partial zero = hn::Zero(hn::DFromV<Partial>());
   const Partial sum = dot_step(zero, v, hn::Set(db, 1));
-  if constexpr (kDirectDot) return I{sum.raw};
+  if constexpr (kDirectDot) return hn::BitCast(di, sum);
   return fold(hn::Zero(di), sum);
 }
 HWY_INLINE I sum_signed(Bytes v) {
   const Partial zero = hn::Zero(hn::DFromV<Partial>());
   const Partial sum = dot_step(zero, hn::Set(db, 1), v);
-  if constexpr (kDirectDot) return I{sum.raw};
+  if constexpr (kDirectDot) return hn::BitCast(di, sum);
   return fold(hn::Zero(di), sum);
 }
 
