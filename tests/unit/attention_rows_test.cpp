@@ -347,5 +347,17 @@ TEST_P(RowKernelTest, RescaleTouchesOnlyRowsThatNeedIt) {
   }
 }
 
+TEST_P(RowKernelTest, CombineAddsMultiplesAndTouchesNothingElse) {
+  for (int dim : {8, 40, 64, 72}) {
+    std::vector<float> acc(static_cast<size_t>(dim) + 1, 3.0f), from(acc.size());
+    for (int c = 0; c < dim; ++c) from[c] = static_cast<float>(c);
+    kernels().combine(acc.data(), from.data(), dim, 0.5f, 0.25f);
+    for (int c = 0; c < dim; ++c) EXPECT_EQ(acc[c], 1.5f + 0.25f * static_cast<float>(c));
+    EXPECT_EQ(acc[dim], 3.0f);
+    kernels().combine(acc.data(), from.data(), dim, 0.0f, 1.0f);
+    for (int c = 0; c < dim; ++c) EXPECT_EQ(acc[c], from[c]);
+  }
+}
+
 }  // namespace
 }  // namespace kvant

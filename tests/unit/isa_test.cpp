@@ -54,6 +54,7 @@ TEST_F(IsaTest, ListedTablesAreComplete) {
     EXPECT_NE(k.qk_floats, nullptr);
     EXPECT_NE(k.softmax, nullptr);
     EXPECT_NE(k.rescale, nullptr);
+    EXPECT_NE(k.combine, nullptr);
     EXPECT_NE(k.pv_tiles, nullptr);
     EXPECT_NE(k.pv_rows, nullptr);
     EXPECT_NE(k.pv_floats, nullptr);

@@ -1,6 +1,7 @@
 #include "attention/runner.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -135,6 +136,17 @@ void AttentionRunner::attend_run(const Block& block, const Queries& queries, int
   }
 }
 
+namespace {
+
+// 2^n for integers n <= 0, of which the maxima of softmaxes differ by.
+float power_of_two(float n) {
+  constexpr float kSmallest = -126.0f;
+  if (n < kSmallest) return std::exp2(n);
+  return std::bit_cast<float>(static_cast<uint32_t>(static_cast<int>(n) + 127) << 23);
+}
+
+}  // namespace
+
 void AttentionRunner::merge(const Block& block, const State& from, State* into) const {
   const int dim = layer_.shape.value_dim;
   for (int r = 0; r < block.all_rows(); ++r) {
@@ -142,12 +154,10 @@ void AttentionRunner::merge(const Block& block, const State& from, State* into) 
     const simd::RowState& b = from.row[r];
     if (b.sum == 0.0f) continue;
     const float top = std::max(a.max, b.max);
-    const float fa = a.sum == 0.0f ? 0.0f : std::exp2(a.max - top);
-    const float fb = std::exp2(b.max - top);
+    const float fa = a.sum == 0.0f ? 0.0f : power_of_two(a.max - top);
+    const float fb = power_of_two(b.max - top);
     const size_t at = static_cast<size_t>(r) * dim;
-    float* tile = into->acc_tile + at;
-    const float* tile_b = from.acc_tile + at;
-    for (int c = 0; c < dim; ++c) tile[c] = tile[c] * fa + tile_b[c] * fb;
+    kernels_.combine(into->acc_tile + at, from.acc_tile + at, dim, fa, fb);
     if (a.exact || b.exact) {
       float* rows = into->acc_rows + at;
       const float* rows_b = from.acc_rows + at;

@@ -122,11 +122,13 @@ void AttentionRunner::tile_logits(const Block& block, const Queries& queries, in
   for (int i = 0; i < pages; ++i) {
     const StripPage& page = strip_[i];
     if (page.keys->tile_mask == 0 || !any(page.live.key_tile, block.rows)) continue;
+    const std::byte* after = head_tile(*page.keys, block.first_head, Side::kKey);
     for (int h = 0; h < block.n_heads; ++h) {
       const Format& format = head_of(block, h).key_format;
+      const std::byte* at = after;
+      after += format.tile_bytes();
       const size_t first_row = static_cast<size_t>(h) * block.rows;
       const float* centre = queries.centre + first_row;
-      const std::byte* at = head_tile(*page.keys, block.first_head + h, Side::kKey);
       float* logits = logits_of(block, i, h);
       if (args_.path == AttentionPath::kFused) {
         const TileAddress next = next_tile(at);
@@ -229,6 +231,7 @@ void AttentionRunner::weigh(const Block& block, int pages, State* state) {
 }
 
 bool AttentionRunner::reads_all(const Block& block, const Live& live, const uint64_t* lanes) const {
+  if (lanes == live.all) return true;
   for (int r = 0; r < block.rows; ++r) {
     if (lanes[r] != 0 && lanes[r] != live.all[r]) return false;
   }
@@ -253,6 +256,9 @@ const uint64_t* AttentionRunner::unskipped_lanes(const Block& block, int page, i
   const uint64_t* lanes = strip_[page].live.value_tile;
   const size_t first = static_cast<size_t>(page) * block.all_rows() + static_cast<size_t>(h) * block.rows;
   const float* sums = sums_ + first;
+  bool all = true;
+  for (int r = 0; r < block.rows; ++r) all &= sums[r] != 0.0f;
+  if (all) return lanes;
   uint64_t* out = unskipped_ + first;
   uint64_t some = 0;
   for (int r = 0; r < block.rows; ++r) {
@@ -276,16 +282,20 @@ void AttentionRunner::add_tile_values(const Block& block, int pages, State* stat
     const StripPage& page = strip_[i];
     if (page.values->tile_mask == 0 || !any(page.live.value_tile, block.rows)) continue;
     const bool masked = !reads_all(block, page.live, page.live.value_tile);
+    const std::byte* after = head_tile(*page.values, block.first_head, Side::kValue);
     for (int h = 0; h < block.n_heads; ++h) {
+      const Format& format = head_of(block, h).value_format;
+      const std::byte* at = after;
+      after += format.tile_bytes();
       const uint64_t* lanes = unskipped_lanes(block, i, h);
       if (lanes == nullptr) continue;
       const size_t first_row = static_cast<size_t>(h) * block.rows;
-      const Format& format = head_of(block, h).value_format;
-      const std::byte* at = head_tile(*page.values, block.first_head + h, Side::kValue);
       float* acc = state->acc_tile + first_row * dim;
       const float* weights = logits_of(block, i, h);
-      if (masked) flush();  // there is one buffer of masked weights
-      weights = masked_weights(block, page.live, page.live.value_tile, weights);
+      if (masked) {
+        flush();  // there is one buffer of masked weights
+        weights = masked_weights(block, page.live, page.live.value_tile, weights);
+      }
       if (args_.path == AttentionPath::kFused) {
         const TileAddress next = next_tile(at);
         std::construct_at(tasks + n_tasks++, simd::ValueTask{.layout = &format.layout(),

@@ -289,6 +289,8 @@ constexpr int kUnpackRows = 4;
 // wait for its maxima and divisions then hides behind the others. More rows need no such company.
 constexpr int kTasksAtOnce = 4;
 constexpr int kFewRows = 4;
+// Blocks of four rows, likewise.
+constexpr int kBlocksAtOnce = 4;
 
 // Rows whose sums 32 registers, or 16, hold beside the codes.
 constexpr int kTwoTermRows = kLanes == 16 ? 4 : 2;

@@ -7,9 +7,13 @@
 #include "simd/attention-inl.h"
 #include "simd/attention_dot-inl.h"
 #include "simd/attention_prepare-inl.h"
+#include "simd/attention_prepare_fold-inl.h"
 #include "simd/attention_pv-inl.h"
+#include "simd/attention_pv_tiles-inl.h"
 #include "simd/attention_qk-inl.h"
 #include "simd/attention_rows-inl.h"
+#include "simd/attention_softmax-inl.h"
+#include "simd/attention_table-inl.h"
 static_assert(HWY_MAX_BYTES == 16 && !HWY_HAVE_SCALABLE);
 
 namespace kvant::simd {

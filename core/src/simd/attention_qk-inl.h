@@ -1,4 +1,4 @@
-// Scores of quantized keys: included by the ISA files after attention_prepare-inl.h.
+// Scores of quantized keys: included by the ISA files after attention_prepare_fold-inl.h.
 HWY_BEFORE_NAMESPACE();
 namespace kvant::simd::KVANT_TARGET {
 namespace {
@@ -199,17 +199,6 @@ KeyBlockFunction key_block_function(int bits, bool unpacked, int terms, int rows
   }
 }
 
-// A task with what its tile adds to the queries.
-struct OpenKeyTask {
-  LiveRows live;
-  PreparedQueries queries;
-  float start[kMaxRows];  // by index in live
-  // Queries times channel scales, when there are few rows.
-  alignas(64) int8_t q8[kFewRows * 2 * kMaxHeadDim];
-  float scale[kFewRows * kMaxBands];
-  float offset[kFewRows * kMaxBands];
-};
-
 void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
   const TileLayout& layout = *task.layout;
   const PreparedQueries& q = open.queries;
@@ -251,71 +240,6 @@ void qk_band(const KeyTask& task, const OpenKeyTask& open, int b) {
   }
 }
 
-// out[i] += q . centre of row[i].
-void add_centre_products(const TileLayout& layout, const QueryRows& rows, const float* q, const float* centre,
-                         float* out) {
-  for (int i = 0; i < rows.count; ++i) {
-    const float* x = q + static_cast<size_t>(rows.row[i]) * layout.head_dim;
-    F dot = hn::Zero(df);
-    for (int c = 0; c < layout.head_dim; c += kLanes) {
-      dot = hn::MulAdd(lanes_from(x + c, layout.head_dim - c), load(centre + c), dot);
-    }
-    out[i] += sum_of(dot);
-  }
-}
-
-// What codes of zero stand for, by channel: products are rounded around the middle code, and where codes
-// start at a low the middle is as much above it. Layouts with channel scales have lows of channels only.
-void expand_channel_lows(const TileLayout& layout, const std::byte* tile, const float* scale, float* out) {
-  if (layout.channel_centre) {
-    expand_channel_centres(layout, tile, out);
-  } else {
-    for (int c = 0; c < layout.head_dim; c += kLanes) store(hn::Zero(df), out + c);
-  }
-  for (int b = 0; layout.asymmetric && b < layout.n_bands; ++b) {
-    const BandLayout& band = bands_of(layout)[b];
-    const F middle = set(middle_of(band.bits));
-    for (int c = 0; c < band.channels; c += kLanes) {
-      const int at = band.first_channel + c, count = band.channels - c;
-      lanes_to(hn::MulAdd(middle, load(scale + at), load(out + at)), out + at, count);
-    }
-  }
-}
-
-void open_key_task(const KeyTask& task, OpenKeyTask* open) {
-  const TileLayout& layout = *task.layout;
-  const PreparedQueries& q = *task.queries;
-  find_live_rows(task.live, q.rows, &open->live);
-  open->queries = q;
-  for (int i = 0; i < open->live.count; ++i) open->start[i] = task.base[open->live.row[i]];
-  if (!layout.channel_scale && !layout.channel_centre) return;
-  if (q.rows <= kFewRows) {
-    open->queries.q8 = open->q8;
-    open->queries.scale = open->scale;
-    open->queries.offset = open->offset;
-  }
-  alignas(64) float scale[kMaxHeadDim + kLanes];
-  alignas(64) float low[kMaxHeadDim + kLanes];
-  const bool has_low = layout.channel_centre || layout.asymmetric;
-  if (layout.channel_scale) expand_channel_scales(layout, task.tile, scale);
-  if (layout.channel_scale && has_low) expand_channel_lows(layout, task.tile, scale, low);
-  if (!layout.channel_scale) expand_channel_centres(layout, task.tile, low);
-  for (int first = 0; first < open->live.count; first += 4) {
-    QueryRows rows;
-    rows.count = open->live.count - first < 4 ? open->live.count - first : 4;
-    for (int i = 0; i < rows.count; ++i) rows.row[i] = open->live.row[first + i];
-    float* start = open->start + first;
-    if (!layout.channel_scale) add_centre_products(layout, rows, q.q, low, start);
-    for (int b = 0; layout.channel_scale && b < layout.n_bands; ++b) {
-      if (has_low) {
-        quantize_queries<Fold::kScaleAndLow>(layout, b, rows, {scale, low}, open->queries, start);
-      } else {
-        quantize_queries<Fold::kScale>(layout, b, rows, {scale, nullptr}, open->queries, start);
-      }
-    }
-  }
-}
-
 void qk_tiles(const KeyTask* tasks, int count) {
   OpenKeyTask open[kTasksAtOnce];
   for (int first = 0; first < count;) {
@@ -325,6 +249,7 @@ void qk_tiles(const KeyTask* tasks, int count) {
       open_key_task(tasks[first + n], open + n);
       ++n;
     } while (few && n < kTasksAtOnce && first + n < count && tasks[first + n].queries->rows <= kFewRows);
+    fold_channels(tasks + first, n, open);
     for (int i = 0; i < n; ++i) {
       const KeyTask& task = tasks[first + i];
       prefetch_metadata(*task.layout, task.next, task.next_bytes);

@@ -277,9 +277,6 @@ void pv_floats(const float* v, int count, int value_dim, const float* weights, i
   pv_any<FloatRows>(v, 0, static_cast<size_t>(value_dim), tokens, value_dim, weights, live_rows, acc);
 }
 
-constexpr AttentionKernels kAttentionKernels = {prepare_queries, qk_tiles, qk_rows, qk_floats, softmax,
-                                                rescale_rows,    pv_tiles, pv_rows, pv_floats};
-
 }  // namespace
 }  // namespace kvant::simd::KVANT_TARGET
 HWY_AFTER_NAMESPACE();

@@ -240,6 +240,10 @@ void softmax(const LogitStrip& strip, RowState* state, float* rescale) {
   for (int r = 0; r < strip.rows; ++r) softmax_row(strip, r, state + r, rescale + r);
 }
 
+void combine(float* acc, const float* from, int count, float keep, float add) {
+  for (int c = 0; c < count; ++c) acc[c] = acc[c] * keep + from[c] * add;
+}
+
 void rescale_rows(float* acc, int value_dim, int rows, const float* factor) {
   for (int r = 0; r < rows; ++r) {
     if (factor[r] == 1.0f) continue;
@@ -343,8 +347,8 @@ void pv_tiles(const ValueTask* tasks, int count, std::byte*) {
   }
 }
 
-constexpr AttentionKernels kKernels = {prepare_queries, qk_tiles, qk_rows, qk_floats, softmax,
-                                       rescale_rows,    pv_tiles, pv_rows, pv_floats};
+constexpr AttentionKernels kKernels = {prepare_queries, qk_tiles, qk_rows,  qk_floats, softmax,
+                                       rescale_rows,    combine,  pv_tiles, pv_rows,   pv_floats};
 
 }  // namespace
 

@@ -112,6 +112,9 @@ struct AttentionKernels {
   void (*softmax)(const LogitStrip& strip, RowState* state, float* rescale);
   // acc[r * value_dim ..] *= factor[r] for rows with factor[r] != 1.
   void (*rescale)(float* acc, int value_dim, int rows, const float* factor);
+  // acc[c] = acc[c] * keep + from[c] * add for `count` channels; powers of two or 0, so that only the sum
+  // rounds.
+  void (*combine)(float* acc, const float* from, int count, float keep, float add);
   // Adds weighted values of some tiles, one after the other. workspace: pv_workspace_bytes(rows).
   void (*pv_tiles)(const ValueTask* tasks, int count, std::byte* workspace);
   void (*pv_rows)(const uint16_t* v, const uint16_t* next, size_t stride, int count, bool bf16, int value_dim,
