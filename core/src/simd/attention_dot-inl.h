@@ -289,7 +289,7 @@ constexpr int kUnpackRows = 4;
 // wait for its maxima and divisions then hides behind the others. More rows need no such company.
 constexpr int kTasksAtOnce = 4;
 constexpr int kFewRows = 4;
-// Blocks of four rows, likewise.
+// Blocks of four rows of queries that are folded with channel scales together.
 constexpr int kBlocksAtOnce = 4;
 
 // Rows whose sums 32 registers, or 16, hold beside the codes.

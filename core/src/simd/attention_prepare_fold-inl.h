@@ -121,8 +121,8 @@ void round_folded(const KeyTask* tasks, const OpenKeyTask* open, FoldBlock* bloc
   }
 }
 
-// Channel scales are multiplied into the queries of some tasks. Some blocks of rows are measured before the
-// first is rounded: the wait for maxima and divisions of one hides behind the others.
+// Channel scales are multiplied into the queries of some tasks: up to four blocks of rows are measured, then
+// rounded.
 void fold_channels(const KeyTask* tasks, int count, OpenKeyTask* open) {
   FoldBlock blocks[kBlocksAtOnce];
   int n = 0;
