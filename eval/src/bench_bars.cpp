@@ -10,6 +10,7 @@
 #include "kvant/bench_attention.h"
 #include "kvant/bench_decode.h"
 #include "kvant/calibration_file.h"
+#include "kvant/edit_distance.h"
 #include "kvant/test_model.h"
 #include "peer_process.h"
 

@@ -53,14 +53,6 @@ bool continues(const std::string& before, std::string_view part) {
 
 }  // namespace
 
-std::string nearest(std::string_view text, const std::vector<std::string>& values) {
-  const auto best =
-      std::min_element(values.begin(), values.end(), [&](const std::string& a, const std::string& b) {
-        return edit_distance(text, a) < edit_distance(text, b);
-      });
-  return best == values.end() ? std::string() : *best;
-}
-
 const std::vector<std::string_view>& cache_type_names() {
   static const std::vector<std::string_view> names = [] {
     std::vector<std::string_view> all;

@@ -84,10 +84,5 @@ TEST(Legs, OneSideEach) {
   EXPECT_EQ(parse_candidate(schemes[9]).value().parsed.key_format, "f16");
 }
 
-TEST(Nearest, ByEditDistance) {
-  EXPECT_EQ(nearest("--promt", {"--file", "--prompt", "--port"}), "--prompt");
-  EXPECT_EQ(nearest("x", {}), "");
-}
-
 }  // namespace
 }  // namespace kvant::eval

@@ -44,11 +44,20 @@ Look any_look(int n_query_heads) {
   return look;
 }
 
-TEST(AttentionProperty, EngineEqualsDqref) {
-  EXPECT_TRUE(rc::check("engine equals DQREF", [] {
+std::string any_bands(int dim) {
+  static const std::vector<std::string> names = {"t4",       "t2-2",     "t5-3",   "t4-3-2",
+                                                 "t6-4-3-3", "t4-2-2-2", "t2-2:s8"};
+  const std::string name = *rc::gen::elementOf(names);
+  return Format::parse(name, Side::kKey, dim).ok() ? name : "t4";
+}
+
+// `per_head`: each head has key widths of its own.
+void engine_equals_dqref(bool per_head) {
+  const std::string what = per_head ? "engine equals DQREF, widths per head" : "engine equals DQREF";
+  EXPECT_TRUE(rc::check(what, [per_head] {
     const LayerShape shape = any_shape();
     std::ostringstream scheme;
-    scheme << "k=" << any_format(Side::kKey, shape.key_dim)
+    scheme << "k=" << (per_head ? any_bands(shape.key_dim) : any_format(Side::kKey, shape.key_dim))
            << ",v=" << any_format(Side::kValue, shape.value_dim) << ",w=" << *rc::gen::inRange(0, 150)
            << ",s=" << *rc::gen::inRange(0, 20);
     RC_TAG(scheme.str().substr(2, 1));
@@ -60,7 +69,8 @@ TEST(AttentionProperty, EngineEqualsDqref) {
                    .shapes = {shape},
                    .n_slots = 640,
                    .threads = 3,
-                   .poison = *rc::gen::element(0xAA, 0xFF)},
+                   .poison = *rc::gen::element(0xAA, 0xFF),
+                   .adjust = per_head ? test::vary_key_widths : nullptr},
                   test::random_content(static_cast<uint64_t>(tokens)));
     // Runs of `run` tokens of each sequence in turn, from a slot that need not start a page.
     const int first_slot = *rc::gen::inRange(0, 300);
@@ -94,6 +104,9 @@ TEST(AttentionProperty, EngineEqualsDqref) {
     RC_ASSERT(test::same_bits(alone.engine[0], fused.engine[0]));
   }));
 }
+
+TEST(AttentionProperty, EngineEqualsDqref) { engine_equals_dqref(false); }
+TEST(AttentionProperty, EngineEqualsDqrefWithWidthsPerHead) { engine_equals_dqref(true); }
 
 }  // namespace
 }  // namespace kvant

@@ -25,13 +25,14 @@ constexpr Side kSides[] = {Side::kKey, Side::kValue};
 
 class History {
  public:
-  History(const char* scheme, int poison)
+  History(const char* scheme, bool per_head, int poison)
       : engine_({.scheme = scheme,
                  .shapes = {{4, 2, 64, 48}},
                  .n_slots = kSlots,
                  .n_streams = kStreams,
                  .threads = 2,
-                 .poison = poison}) {}
+                 .poison = poison,
+                 .adjust = per_head ? test::vary_key_widths : nullptr}) {}
 
   void step() {
     const int what = *rc::gen::inRange(0, 20);
@@ -158,15 +159,16 @@ class History {
   std::map<int, int> next_pos_;  // [stream * kSequences + seq]
 };
 
-void random_histories(const char* scheme) {
-  EXPECT_TRUE(rc::check(std::string("histories of ") + scheme, [scheme] {
-    History history(scheme, *rc::gen::element(0xAA, 0xFF));
+void random_histories(const char* scheme, bool per_head = false) {
+  EXPECT_TRUE(rc::check(std::string("histories of ") + scheme, [scheme, per_head] {
+    History history(scheme, per_head, *rc::gen::element(0xAA, 0xFF));
     const int steps = *rc::gen::inRange(1, 40);
     for (int i = 0; i < steps; ++i) history.step();
   }));
 }
 
 TEST(SlotCacheProperty, TokenFormats) { random_histories("k=t4:s16,v=t4:s16,w=20,s=3"); }
+TEST(SlotCacheProperty, WidthsPerHead) { random_histories("k=t6-4-4-4,v=t4,w=20,s=3", true); }
 TEST(SlotCacheProperty, ChannelFormats) { random_histories("k=c5,v=c5,w=1,s=0"); }
 TEST(SlotCacheProperty, OneSideExact) { random_histories("k=g4,v=f16,w=70,s=70"); }
 TEST(SlotCacheProperty, Exact) { random_histories("exact"); }

@@ -9,6 +9,9 @@
 #include <random>
 #include <thread>
 
+#include "formats/family.h"
+#include "formats/spec.h"
+
 namespace kvant::test {
 namespace {
 
@@ -91,6 +94,30 @@ void in_threads(int threads, const std::function<void(WorkShare)>& body) {
   }
   body({.ith = 0, .nth = threads});
   for (std::thread& t : others) t.join();
+}
+
+void vary_key_widths(int layer, LayerScheme* scheme) {
+  for (size_t h = 0; h < scheme->heads.size(); ++h) {
+    Format& format = scheme->heads[h].key_format;
+    Result<FormatSpec> spec = format_spec_from_id(format.id());
+    if (!spec.ok() || spec.value().family->prefix != "t" || spec.value().asymmetric) {
+      ADD_FAILURE() << format.name() << " is not symmetric or not of family t";
+      return;
+    }
+    uint8_t* widths = spec.value().widths.data();
+    const int n = spec.value().n_widths;
+    const int narrowest = *std::min_element(widths, widths + n);
+    for (int b = 0; b < n; ++b) {
+      const int more = (7 * static_cast<int>(h) + 3 * b + 5 * layer) % (kMaxBits + 1 - narrowest);
+      widths[b] = static_cast<uint8_t>(narrowest + more);
+    }
+    Result<Format> made = Format::parse(format_spec_name(spec.value()), Side::kKey, scheme->shape.key_dim);
+    if (!made.ok()) {
+      ADD_FAILURE() << made.status().message();
+      return;
+    }
+    format = std::move(made.value());
+  }
 }
 
 Engine::Engine(EngineOptions options, Content content)
@@ -462,16 +489,20 @@ uint64_t stream_hash(const SlotCache& cache, int stream) {
 double engine_tolerance(const SlotCache& cache, int layer, AttentionPath path) {
   double square = 1e-5 * 1e-5;
   if (path != AttentionPath::kFused) return std::sqrt(square);
-  const HeadScheme& head = cache.layer(LayerId{layer}).heads.front();
-  for (const Format* format : {&head.key_format, &head.value_format}) {
-    if (format->exact()) continue;
-    int narrowest = 8;
-    for (int b = 0; b < format->layout().n_bands; ++b) {
-      narrowest = std::min(narrowest, format->layout().bands[b].bits);
+  for (const Side side : {Side::kKey, Side::kValue}) {
+    double worst = 0;
+    for (const HeadScheme& head : cache.layer(LayerId{layer}).heads) {
+      const Format& format = format_of(head, side);
+      if (format.exact()) continue;
+      int narrowest = 8;
+      for (int b = 0; b < format.layout().n_bands; ++b) {
+        narrowest = std::min<int>(narrowest, format.layout().bands[b].bits);
+      }
+      double noise = narrowest >= 7 ? 4e-4 : 1.0e-2;
+      if (format.layout().asymmetric) noise *= 3;
+      worst = std::max(worst, noise);
     }
-    double noise = narrowest >= 7 ? 4e-4 : 1.0e-2;
-    if (format->layout().asymmetric) noise *= 3;
-    square += noise * noise;
+    square += worst * worst;
   }
   return std::sqrt(square);
 }

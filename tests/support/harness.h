@@ -32,6 +32,10 @@ struct EngineOptions {
   std::function<void(int layer, LayerScheme*)> adjust = {};  // changes a resolved layer
 };
 
+// As `adjust`: the widths of key bands differ from head to head and layer to layer, as fit=1 leaves them;
+// none is narrower than the scheme's narrowest. Keys must be symmetric and of family t.
+void vary_key_widths(int layer, LayerScheme* scheme);
+
 // How queries look at keys; applies to every query of a step.
 struct Look {
   int sliding_window = 0;  // 0: none; else only the newest n positions of the sequence

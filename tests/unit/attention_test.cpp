@@ -104,6 +104,28 @@ TEST(AttentionShapes, KeyAndValueHeadSizesDiffer) {
   }
 }
 
+// Widths that differ from head to head (fit=1): one KV head or several, one query head or several, every ISA.
+TEST(AttentionShapes, WidthsPerHead) {
+  const std::string best(active_isa());
+  for (const std::string_view isa : available_isas()) {
+    ASSERT_TRUE(force_isa(isa).ok());
+    for (const int dim : {32, 40, 80, 96, 256}) {
+      for (const auto& [queries, kv] : {std::pair{1, 1}, {8, 1}, {3, 3}, {10, 5}}) {
+        Engine engine({.scheme = "k=t4-2-2-2,v=t4,w=1,s=2",
+                       .shapes = {{queries, kv, dim, dim}},
+                       .n_slots = 256,
+                       .threads = 2,
+                       .poison = 0xFF,
+                       .adjust = test::vary_key_widths});
+        expect_paths_agree(&engine, 150, 5, {},
+                           std::string(isa) + " D=" + std::to_string(dim) + " " + std::to_string(queries) +
+                               " heads on " + std::to_string(kv));
+      }
+    }
+  }
+  ASSERT_TRUE(force_isa(best).ok());
+}
+
 TEST(AttentionShapes, QueryGroups) {
   for (const int group : {1, 3, 4, 7, 8, 16, 71}) {
     for (const int n_kv_heads : {1, 2}) {

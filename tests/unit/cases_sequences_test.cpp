@@ -17,6 +17,8 @@ using test::Outputs;
 
 constexpr const char* kSchemes[] = {"exact", "k=t4,v=t4,w=64,s=3", "k=c4,v=g3,w=1,s=0",
                                     "k=t5-3,v=ct4,w=128,s=16"};
+// Here the widths of keys differ from head to head.
+constexpr const char* kWidthsPerHead = "k=t6-4-3-3,v=t4,w=64,s=3";
 
 // C30: four sequences appended round-robin: alone, batched, copied to a fresh stream.
 TEST(SequenceCases, C30InterleavedSequences) {
@@ -65,7 +67,8 @@ class Invariance : public ::testing::TestWithParam<std::tuple<const char*, int>>
             .n_slots = 704,
             .n_streams = streams,
             .threads = threads,
-            .poison = threads % 2 != 0 ? 0xAA : 0xFF};
+            .poison = threads % 2 != 0 ? 0xAA : 0xFF,
+            .adjust = std::get<0>(GetParam()) == kWidthsPerHead ? test::vary_key_widths : nullptr};
   }
   int tokens() const { return std::get<1>(GetParam()); }
   std::vector<std::vector<float>> alone() const {
@@ -132,6 +135,7 @@ TEST_P(Invariance, C56AfterOtherTraffic) {
 INSTANTIATE_TEST_SUITE_P(Schemes, Invariance,
                          ::testing::Combine(::testing::ValuesIn(kSchemes), ::testing::Values(200, 700)),
                          [](const auto& info) { return "case" + std::to_string(info.index); });
+INSTANTIATE_TEST_SUITE_P(WidthsPerHead, Invariance, ::testing::Values(std::tuple(kWidthsPerHead, 700)));
 
 // A stream that three sequences share, their tokens interleaved: each has its own window.
 TEST(UnifiedStream, WindowsArePerSequence) {

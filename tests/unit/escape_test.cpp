@@ -61,6 +61,18 @@ TEST(ExpectedError, SumsBandsByTheirShareOfTheSpectrum) {
             0.0);
 }
 
+TEST(Escape, AnErrorThatIsNoNumberIsSaid) {
+  const float nan = std::nanf("");
+  const LayerCalibration calibration{.key = {basis(1.0f), basis(nan)}, .value = {basis(nan), basis(1.0f)}};
+  const LayerScheme layer = resolve("k=t4-2-2-2,v=t3", calibration);
+  for (const HeadScheme& head : layer.heads) {
+    EXPECT_EQ(head.key_format.name(), "t4-2-2-2");
+    EXPECT_EQ(head.value_format.name(), "t3");
+  }
+  EXPECT_THAT(layer.reason, HasSubstr("keys of KV head 1: expected error is not a number at t4-2-2-2"));
+  EXPECT_THAT(layer.reason, HasSubstr("values of KV head 0: expected error is not a number at t3"));
+}
+
 TEST(Escape, OnlyTheHeadThatBreaksGetsMoreBits) {
   const LayerCalibration calibration{.key = {basis(1.0f), basis(400.0f)},
                                      .value = {basis(1.0f), basis(1.0f)}};

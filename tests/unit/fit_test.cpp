@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvant/layer_scheme.h"
@@ -187,7 +188,23 @@ TEST(Fit, CostsThatAreNoCostsAreNoCalibration) {
     const std::vector<LayerScheme> layers = resolve("kv4,s=16", {{kShape, &c, ""}});
     ASSERT_EQ(layers.size(), 1u);
     EXPECT_THAT(layers[0].reason, HasSubstr("there is no calibration to fit the keys to")) << bad;
+    EXPECT_THAT(layers[0].reason, HasSubstr("KV head 0 has costs that are not finite or below zero")) << bad;
     EXPECT_EQ(layers[0].heads[1].key_format.name(), "t6-4-3-3") << bad;
+  }
+}
+
+TEST(Fit, ACalibrationOfOtherHeadsIsRefusedAndCounted) {
+  const LayerCalibration one = calibration({{1, .1, .1, .1}});
+  const LayerCalibration three = calibration({{1, .1, .1, .1}, {1, .1, .1, .1}, {1, .1, .1, .1}});
+  for (const auto& [c, heads] : {std::pair{&one, "1 KV heads"}, std::pair{&three, "3 KV heads"}}) {
+    for (const char* text : {"kv4", "kv4,fit=0", "kv8"}) {
+      const Result<std::vector<LayerScheme>> out = resolve_layers(
+          parse_scheme(text, true).value(), {{kShape, nullptr, "layer 1"}, {kShape, c, "layer 2"}});
+      ASSERT_FALSE(out.ok()) << text;
+      EXPECT_EQ(out.status().code(), Code::kMismatch);
+      EXPECT_THAT(out.status().message(), HasSubstr(std::string("layer 2: the calibration has keys of ") +
+                                                    heads + ", the layer has 2"));
+    }
   }
 }
 
@@ -209,6 +226,11 @@ TEST(ResolveLayers, NamesTheLayerThatIsWrong) {
       resolve_layers(parse_scheme("kv4").value(), {{kShape, nullptr, "layer 7"}, {odd, nullptr, "layer 9"}});
   ASSERT_FALSE(out.ok());
   EXPECT_THAT(out.status().message(), HasSubstr("layer 9: head size 60"));
+  const LayerCalibration c = calibration({{1, 1, .1, .1}, {1, 1, .1, .1}});
+  const Result<std::vector<LayerScheme>> fitted =
+      resolve_layers(parse_scheme("kv4", true).value(), {{kShape, &c, "layer 7"}, {odd, &c, "layer 9"}});
+  ASSERT_FALSE(fitted.ok());
+  EXPECT_EQ(fitted.status().message(), out.status().message());
 }
 
 }  // namespace

@@ -97,7 +97,8 @@ TEST(LayerScheme, CalibratedBasisIsRotatedInsideItsBands) {
 TEST(LayerScheme, RefusesCalibrationsThatDoNotFit) {
   expect_refused(resolve("k=t4,v=t4,kx=calibrated"), Code::kUnsupported, "use kx=hadamard");
   const LayerCalibration one_head = calibration_of(64, 32, 1);
-  expect_refused(resolve("k=t4,v=t4,vx=calibrated", kShape, &one_head), Code::kUnsupported, "KV head 1");
+  expect_refused(resolve("k=t4,v=t4,vx=calibrated", kShape, &one_head), Code::kMismatch,
+                 "has keys of 1 KV heads");
   const LayerCalibration wide = calibration_of(64, 64, 2);
   expect_refused(resolve("k=t4,v=t4", kShape, &wide), Code::kMismatch, "vx=calibrated");
 }

@@ -31,13 +31,6 @@ constexpr std::string_view kOtherVariables[] = {"KVANT_HOME",      "KVANT_BUILD"
                                                 "KVANT_LLAMA_BIN", "KVANT_MODEL",    "KVANT_GEMMA",
                                                 "KVANT_TEXT_DIR",  "KVANT_CXX",      "KVANT_UPDATE_GOLDEN"};
 
-template <typename Values>
-std::string_view nearest(std::string_view text, const Values& values) {
-  return *std::min_element(std::begin(values), std::end(values), [&](std::string_view a, std::string_view b) {
-    return edit_distance(text, a) < edit_distance(text, b);
-  });
-}
-
 Status bad_value(std::string_view name, std::string_view value, std::string_view hint) {
   return {Code::kInvalidArgument,
           std::string(name) + "=" + std::string(value) + ": not known; nearest is " + std::string(hint)};
@@ -123,10 +116,9 @@ bool misspelt(std::string_view name, std::string_view hint) {
 // A misspelt variable would not do what it was set for.
 Status check_spelling() {
   for (const std::string_view name : unknown_names()) {
-    const std::string_view hint = nearest(name, kVariables);
+    const std::string hint = nearest(name, kVariables);
     if (misspelt(name, hint)) {
-      return {Code::kInvalidArgument,
-              std::string(name) + ": not a variable of kvant; nearest is " + std::string(hint)};
+      return {Code::kInvalidArgument, std::string(name) + ": not a variable of kvant; nearest is " + hint};
     }
   }
   return {};
@@ -169,11 +161,10 @@ Status options_from_environment(Options base, Options* out) {
 std::vector<std::string> unknown_variables() {
   std::vector<std::string> lines;
   for (const std::string_view name : unknown_names()) {
-    std::string_view hint = nearest(name, kVariables);
+    std::string hint = nearest(name, kVariables);
     if (misspelt(name, hint)) continue;
     if (edit_distance(name, "KVANT_HOME") < edit_distance(name, hint)) hint = "KVANT_HOME";
-    lines.push_back(std::string(name) + ": not a variable of kvant, ignored; nearest is " +
-                    std::string(hint));
+    lines.push_back(std::string(name) + ": not a variable of kvant, ignored; nearest is " + hint);
   }
   return lines;
 }
@@ -188,8 +179,8 @@ Status options_from_text(std::string_view text, Options base, Options* out) {
     std::vector<std::string> keys;
     for (const std::string_view variable : kVariables) keys.push_back(lower_key(variable));
     if (equals == std::string_view::npos || std::find(keys.begin(), keys.end(), key) == keys.end()) {
-      return {Code::kInvalidArgument, "option '" + std::string(field) + "': not known; nearest is " +
-                                          std::string(nearest(key, keys)) + "="};
+      return {Code::kInvalidArgument,
+              "option '" + std::string(field) + "': not known; nearest is " + nearest(key, keys) + "="};
     }
     KVANT_RETURN_IF_ERROR(set_option(key, key, field.substr(equals + 1), &base));
   }

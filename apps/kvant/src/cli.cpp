@@ -15,7 +15,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "kvant/candidate.h"
+#include "kvant/edit_distance.h"
 #include "kvant/isa.h"
 #include "kvant/scheme.h"
 
@@ -97,7 +97,7 @@ CLI::Validator one_of(const std::vector<std::string>& values) {
         }
         std::string list;
         for (const std::string& v : values) list += (list.empty() ? "" : ", ") + v;
-        return fmt::format("'{}' is none of {}; nearest is {}", text, list, eval::nearest(text, values));
+        return fmt::format("'{}' is none of {}; nearest is {}", text, list, nearest(text, values));
       },
       all);
 }

@@ -8,7 +8,7 @@
 
 #include "cli.h"
 #include "explain_format.h"
-#include "kvant/candidate.h"
+#include "kvant/edit_distance.h"
 #include "kvant/eval_report.h"
 #include "kvant/format.h"
 #include "kvant/layer_scheme.h"
@@ -34,7 +34,7 @@ constexpr char kFooter[] =
 Result<Format> parse(const std::string& name, Side side, int head_dim) {
   Result<Format> format = Format::parse(name, side, head_dim);
   if (format.ok()) return format;
-  const std::string hint = eval::nearest(name, format_names());
+  const std::string hint = nearest(name, format_names());
   return Status(format.status().code(), "--explain " + name + ": " + format.status().message() +
                                             "; nearest registered name is " + hint);
 }

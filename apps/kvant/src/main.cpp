@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cli.h"
-#include "kvant/candidate.h"
+#include "kvant/edit_distance.h"
 #include "kvant/llama_session.h"
 
 namespace kvant::cli {
@@ -65,7 +65,7 @@ std::string unknown_argument(const CLI::App& root) {
   if (app != &root && !option)
     return fmt::format("'{}' is not expected; {} takes options only", given, app->get_name());
   return fmt::format("'{}' is not {}; nearest is {}", given, option ? "an option" : "a command",
-                     eval::nearest(given, names));
+                     nearest(given, names));
 }
 
 int usage_error(const CLI::App& root, const CLI::ParseError& error) {

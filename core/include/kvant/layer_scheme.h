@@ -68,10 +68,10 @@ double expected_error(const ErrorModel& model, const Format& format, TransformKi
 inline constexpr double kMaxKeyError = 0.5;
 inline constexpr double kMaxValueError = 0.25;
 
-// Of one layer; null or missing entries: no calibration for that head.
+// Of one layer; null entries: no calibration for that head.
 struct LayerCalibration {
-  std::vector<std::shared_ptr<const CalibratedBasis>> key;    // [n_kv_heads]
-  std::vector<std::shared_ptr<const CalibratedBasis>> value;  // [n_kv_heads]
+  std::vector<std::shared_ptr<const CalibratedBasis>> key;    // [n_kv_heads], or empty: of no head
+  std::vector<std::shared_ptr<const CalibratedBasis>> value;  // [n_kv_heads], or empty
 };
 
 // Checks the shape, parses the formats for its head sizes and chooses transforms: `auto` takes the
@@ -87,6 +87,7 @@ struct LayerRequest {
   const LayerCalibration* calibration = nullptr;
   std::string name;  // stands before what is wrong with this layer; may be empty
 };
+inline std::string of_layer(const LayerRequest& layer) { return layer.name.empty() ? "" : layer.name + ": "; }
 // All layers of a cache. Schemes with fit=1 move bits between all of their heads; layers without calibration
 // keep the scheme's widths.
 Result<std::vector<LayerScheme>> resolve_layers(const Scheme& scheme,

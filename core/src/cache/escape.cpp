@@ -1,6 +1,7 @@
 #include "cache/escape.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "formats/spec.h"
@@ -28,6 +29,10 @@ bool widen(Format* format) {
   return true;
 }
 
+double measured_over_expected(const ErrorModel& model) {
+  return std::max(1.0, static_cast<double>(model.excess));
+}
+
 }  // namespace
 
 double relative_error(int bits) { return kRelativeError[bits]; }
@@ -36,7 +41,7 @@ double band_cost(const ErrorModel& model, int first_channel, int channels) {
   const int end = std::min(first_channel + channels, static_cast<int>(model.spectrum.size()));
   double sum = 0;
   for (int c = first_channel; c < end; ++c) sum += static_cast<double>(model.spectrum[c]);
-  return sum * std::max(1.0, static_cast<double>(model.excess));
+  return sum * measured_over_expected(model);
 }
 
 double expected_error(const ErrorModel& model, const Format& format, TransformKind transform) {
@@ -45,7 +50,7 @@ double expected_error(const ErrorModel& model, const Format& format, TransformKi
   const bool per_channel = layout.channel_scale || layout.channel_centre;
   const bool calibrated = transform == TransformKind::kDense && !per_channel;
   const double flat = static_cast<double>(per_channel ? model.per_channel : model.rotated) *
-                      std::max(1.0, static_cast<double>(model.excess)) / layout.head_dim;
+                      measured_over_expected(model) / layout.head_dim;
   double sum = 0;
   for (int b = 0; b < layout.n_bands; ++b) {
     const BandLayout& band = layout.bands[b];
@@ -61,13 +66,19 @@ std::string widen_until(double limit, const ErrorModel& model, TransformKind tra
   const double asked = expected_error(model, *format, transform);
   if (asked <= limit) return "";
   const std::string before = format->name();
+  const std::string whose =
+      (side == Side::kKey ? "keys of KV head " : "values of KV head ") + std::to_string(head);
+  if (std::isnan(asked)) {
+    return whose + ": expected error is not a number at " + before +
+           ", the calibration cannot tell whether it holds";
+  }
   while (expected_error(model, *format, transform) > limit && widen(format)) {
   }
   if (format->name() == before) return "";
   char text[192];
-  std::snprintf(text, sizeof text, "%s of KV head %d: expected error %.3g at %s is above %.3g, %s has %.3g",
-                side == Side::kKey ? "keys" : "values", head, asked, before.c_str(), limit,
-                format->name().c_str(), expected_error(model, *format, transform));
+  std::snprintf(text, sizeof text, "%s: expected error %.3g at %s is above %.3g, %s has %.3g", whose.c_str(),
+                asked, before.c_str(), limit, format->name().c_str(),
+                expected_error(model, *format, transform));
   return text;
 }
 

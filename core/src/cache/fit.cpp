@@ -29,14 +29,18 @@ bool orders_bands(const ErrorModel& model) {
                                                     [](float x) { return std::isfinite(x) && x >= 0; });
 }
 
-bool keys_calibrated(const LayerRequest& layer) {
-  if (layer.calibration == nullptr) return false;
-  const auto& keys = layer.calibration->key;
-  if (static_cast<int>(keys.size()) != layer.shape.n_kv_heads) return false;
-  for (const auto& key : keys) {
-    if (key == nullptr || key->error.spectrum.empty() || !orders_bands(key->error)) return false;
+// Why the keys of this layer cannot be fitted; empty when they can. resolve_layers has counted the heads.
+std::string why_not(const LayerRequest& layer) {
+  const std::string none = "fit=1: there is no calibration to fit the keys to";
+  if (layer.calibration == nullptr || layer.calibration->key.empty()) return none;
+  for (size_t h = 0; h < layer.calibration->key.size(); ++h) {
+    const auto& key = layer.calibration->key[h];
+    const std::string head = ": KV head " + std::to_string(h);
+    if (key == nullptr) return none + head + " has none";
+    if (key->error.spectrum.empty()) return none + head + " has no costs";
+    if (!orders_bands(key->error)) return none + head + " has costs that are not finite or below zero";
   }
-  return true;
+  return "";
 }
 
 Status check_fit(const Scheme& scheme, const FormatSpec& spec) {
@@ -72,18 +76,23 @@ void spend(double bits, std::vector<Band>* bands) {
 
 }  // namespace
 
-Result<std::vector<std::vector<std::string>>> fit_key_formats(const Scheme& scheme,
-                                                              const std::vector<LayerRequest>& layers) {
+Result<std::vector<FittedKeys>> fit_key_formats(const Scheme& scheme,
+                                                const std::vector<LayerRequest>& layers) {
   const Result<FormatSpec> spec = parse_format_spec(scheme.key_format);
   if (!spec.ok()) return spec.status();
   KVANT_RETURN_IF_ERROR(check_fit(scheme, spec.value()));
+  std::vector<FittedKeys> fitted(layers.size());
   std::vector<std::vector<FormatSpec>> specs(layers.size());
   std::vector<Band> bands;
   double bits = 0;
   for (size_t l = 0; l < layers.size(); ++l) {
-    if (!keys_calibrated(layers[l])) continue;
+    fitted[l].reason = why_not(layers[l]);
+    if (!fitted[l].reason.empty()) continue;
     const Result<Format> format = Format::parse(scheme.key_format, Side::kKey, layers[l].shape.key_dim);
-    if (!format.ok()) return format.status();
+    if (!format.ok()) {
+      return Status(format.status().code(),
+                    of_layer(layers[l]) + "k=" + scheme.key_format + ": " + format.status().message());
+    }
     const TileLayout& layout = format.value().layout();
     specs[l].assign(layers[l].shape.n_kv_heads, spec.value());
     int narrowest = kMaxBits;
@@ -102,11 +111,10 @@ Result<std::vector<std::vector<std::string>>> fit_key_formats(const Scheme& sche
   for (const Band& band : bands) {
     specs[band.layer][band.head].widths[band.index] = static_cast<uint8_t>(band.bits);
   }
-  std::vector<std::vector<std::string>> names(layers.size());
   for (size_t l = 0; l < layers.size(); ++l) {
-    for (const FormatSpec& fitted : specs[l]) names[l].push_back(format_spec_name(fitted));
+    for (const FormatSpec& head : specs[l]) fitted[l].formats.push_back(format_spec_name(head));
   }
-  return names;
+  return fitted;
 }
 
 }  // namespace kvant

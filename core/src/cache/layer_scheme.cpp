@@ -131,6 +131,19 @@ Status check_shape(const LayerShape& shape) {
   return {};
 }
 
+// A basis per head of another layer says nothing about the heads of this one.
+Status check_calibration(const LayerRequest& layer) {
+  if (layer.calibration == nullptr) return {};
+  for (const Side side : {Side::kKey, Side::kValue}) {
+    const auto& bases = side == Side::kKey ? layer.calibration->key : layer.calibration->value;
+    if (bases.empty() || static_cast<int>(bases.size()) == layer.shape.n_kv_heads) continue;
+    return {Code::kMismatch, std::string("the calibration has ") + (side == Side::kKey ? "keys" : "values") +
+                                 " of " + std::to_string(bases.size()) + " KV heads, the layer has " +
+                                 std::to_string(layer.shape.n_kv_heads)};
+  }
+  return {};
+}
+
 }  // namespace
 
 size_t LayerScheme::key_tile_bytes() const { return tile_bytes(*this, Side::kKey); }
@@ -215,18 +228,15 @@ std::string effective_text(const LayerScheme& layer) {
   return others.empty() ? text : text + others + ")";
 }
 
-// `key_formats`: of the heads, in place of the scheme's; empty: the scheme's.
 Result<LayerScheme> resolve_heads(const Scheme& scheme, const LayerShape& shape,
-                                  const LayerCalibration* calibration,
-                                  const std::vector<std::string>& key_formats) {
-  KVANT_RETURN_IF_ERROR(check_shape(shape));
+                                  const LayerCalibration* calibration, const FittedKeys& keys) {
   LayerScheme layer;
   layer.shape = shape;
   layer.exact = scheme.exact();
   layer.requested = to_string(scheme);
-  if (scheme.fit && key_formats.empty()) layer.reason = "fit=1: there is no calibration to fit the keys to";
+  layer.reason = keys.reason;
   for (int head = 0; head < shape.n_kv_heads; ++head) {
-    const std::string& key_format = key_formats.empty() ? scheme.key_format : key_formats[head];
+    const std::string& key_format = keys.formats.empty() ? scheme.key_format : keys.formats[head];
     auto key = resolve_side(scheme, key_format, shape, Side::kKey, head, calibration, &layer.reason);
     if (!key.ok()) return key.status();
     auto value =
@@ -254,19 +264,22 @@ Result<LayerScheme> resolve_layer(const Scheme& scheme, const LayerShape& shape,
 
 Result<std::vector<LayerScheme>> resolve_layers(const Scheme& scheme,
                                                 const std::vector<LayerRequest>& layers) {
-  std::vector<std::vector<std::string>> key_formats(layers.size());
+  for (const LayerRequest& layer : layers) {
+    Status status = check_shape(layer.shape);
+    if (status.ok()) status = check_calibration(layer);
+    if (!status.ok()) return Status(status.code(), of_layer(layer) + status.message());
+  }
+  std::vector<FittedKeys> keys(layers.size());
   if (scheme.fit) {
     auto fitted = fit_key_formats(scheme, layers);
     if (!fitted.ok()) return fitted.status();
-    key_formats = std::move(fitted.value());
+    keys = std::move(fitted.value());
   }
   std::vector<LayerScheme> out;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const LayerRequest& layer = layers[i];
-    Result<LayerScheme> resolved = resolve_heads(scheme, layer.shape, layer.calibration, key_formats[i]);
+    Result<LayerScheme> resolved = resolve_heads(scheme, layers[i].shape, layers[i].calibration, keys[i]);
     if (!resolved.ok()) {
-      return Status(resolved.status().code(),
-                    (layer.name.empty() ? "" : layer.name + ": ") + resolved.status().message());
+      return Status(resolved.status().code(), of_layer(layers[i]) + resolved.status().message());
     }
     out.push_back(std::move(resolved.value()));
   }

@@ -114,13 +114,10 @@ const RegisteredScheme* find_registered(std::string_view name) {
   return nullptr;
 }
 
-std::string_view nearest_registered(std::string_view name) {
-  const auto& all = registered_schemes();
-  const auto distance = [&](const RegisteredScheme& s) { return edit_distance(name.substr(0, 32), s.name); };
-  return std::min_element(
-             all.begin(), all.end(),
-             [&](const RegisteredScheme& a, const RegisteredScheme& b) { return distance(a) < distance(b); })
-      ->name;
+std::string nearest_registered(std::string_view name) {
+  std::vector<std::string_view> names;
+  for (const RegisteredScheme& scheme : registered_schemes()) names.push_back(scheme.name);
+  return nearest(name, names);
 }
 
 std::string registered_names() {
@@ -174,8 +171,7 @@ Result<Scheme> parse_scheme(std::string_view text, bool calibrated) {
     if (rest.empty()) return bad_scheme(text, "ends in a comma");
   } else if (first.find('=') == std::string_view::npos) {
     return bad_scheme(text, "not known; take one of " + registered_names() + ", or fields " +
-                                std::string(kFields) + "; nearest is " +
-                                std::string(nearest_registered(first)));
+                                std::string(kFields) + "; nearest is " + nearest_registered(first));
   } else {
     rest = text;
   }

@@ -18,18 +18,11 @@ constexpr ScaleName kScaleNames[] = {
     {":s4", ScaleType::kLog4}, {":s8", ScaleType::kLog8}, {":s16", ScaleType::kE6M10}};
 
 std::string nearest_name(std::string_view name) {
-  std::string_view best;
-  size_t best_distance = 0;
+  std::vector<std::string_view> examples;
   for (const FormatFamily* family : all_families()) {
-    for (std::string_view example : family->examples) {
-      const size_t distance = edit_distance(name.substr(0, 32), example);
-      if (best.empty() || distance < best_distance) {
-        best = example;
-        best_distance = distance;
-      }
-    }
+    examples.insert(examples.end(), family->examples.begin(), family->examples.end());
   }
-  return std::string(best);
+  return nearest(name, examples);
 }
 
 // What a message may quote of a name that came from outside.

@@ -45,7 +45,5 @@ std::vector<Candidate> with_legs(const std::vector<Candidate>& candidates);
 // The type names that llama.cpp takes for its cache.
 const std::vector<std::string_view>& cache_type_names();
 
-// The nearest of `values` by edit distance; empty when there are none.
-std::string nearest(std::string_view text, const std::vector<std::string>& values);
 
 }  // namespace kvant::eval
