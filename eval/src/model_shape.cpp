@@ -208,6 +208,24 @@ Status check_size(const ModelShape& shape, const PlanOptions& options) {
           std::to_string(static_cast<int64_t>(kMostBytes / (2 * values) / options.sequences) / 256 * 256)};
 }
 
+// Layers with a sliding window. A page is sealed when a query sees it beyond the exact window, which queries
+// that see no further than that never do. A cache that has gone round holds the pages of the newest tokens,
+// wherever in its page the newest is, with the tile of the page that is written again; its sinks are gone.
+MemoryReport plan_windowed(SlotCache::Options cache, int context, int sliding_window) {
+  MemoryReport report = plan_memory(cache, std::min(context, cache.n_slots));
+  const bool seals = sliding_window > cache.window;
+  if (seals && context <= cache.n_slots) return report;
+  const int pages = cache.n_slots / kPageTokens;
+  const int newest = (std::max(cache.window, 1) + kPageTokens - 2) / kPageTokens + 1;
+  const int sealed = seals ? pages - newest : 0;
+  cache.sinks = 0;
+  cache.window = (pages - sealed) * kPageTokens;
+  const MemoryReport rows = plan_memory(cache, std::min(context, cache.n_slots));
+  report.exact_row_bytes = rows.exact_row_bytes;
+  report.tile_bytes = sealed > 0 ? rows.tile_bytes / sealed * (sealed + 1) : 0;
+  return report;
+}
+
 Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
   KVANT_RETURN_IF_ERROR(check_size(shape, options));
   Result<Scheme> scheme = parse_scheme(options.scheme, options.calibration != nullptr);
@@ -235,7 +253,9 @@ Result<Plan> plan_model(const ModelShape& shape, const PlanOptions& options) {
     if (!resolved.ok()) return resolved.status();
     cache.layers = resolved.value();
     plan.layers.insert(plan.layers.end(), cache.layers.begin(), cache.layers.end());
-    if (!cache.layers.empty()) add(&plan.memory, plan_memory(cache, tokens));
+    if (cache.layers.empty()) continue;
+    add(&plan.memory,
+        windowed ? plan_windowed(cache, options.context, shape.sliding_window) : plan_memory(cache, tokens));
   }
   set_bits(&plan);
   return plan;

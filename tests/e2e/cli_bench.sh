@@ -21,6 +21,19 @@ assert again["command"] == j["command"]
 PYTHON
 KVANT_ISA=scalar "$kvant" bench attention --kv kv4 --lengths 256 --layers 1 --repeats 1 --json >scalar.json
 python3 -c 'import json; assert json.load(open("scalar.json"))["isa"] == "scalar"'
+KVANT_KV='kv3;exact' "$kvant" bench attention --lengths 256 --layers 1 --repeats 1 --json >variable.json
+python3 -c 'import json; assert [r["cache"] for r in json.load(open("variable.json"))["rows"]] == ["kv3", "exact"]'
+KVANT_KV=kv3 "$kvant" bench attention --kv exact --lengths 256 --layers 1 --repeats 1 --json 2>said.txt >override.json
+python3 -c 'import json; assert [r["cache"] for r in json.load(open("override.json"))["rows"]] == ["exact"]'
+grep -qx "kvant: KVANT_KV=kv3 is overridden by --kv exact" said.txt
+for bench in attention "decode -m nothing-to-load"; do
+  touch nothing-to-load
+  code=0
+  # shellcheck disable=SC2086
+  KVANT_KV=kv99 "$kvant" bench $bench >/dev/null 2>refused.txt || code=$?
+  [ "$code" -eq 2 ]
+  grep -q "^kvant: KVANT_KV: " refused.txt
+done
 "$kvant" bench attention --kv kv4 --lengths 512 --layers 1 --forks 8 --repeats 1 >table.txt
 grep -q '^| kv4 | 512 |' table.txt
 code=0

@@ -70,6 +70,30 @@ TEST_F(TestModel, SlidingWindows) {
   EXPECT_EQ(plan.value().f16_bytes, (100000U + 6U * 1024U) * 2 * 64 * 2);
 }
 
+// What programs were seen to hold: rows of the newest 128 tokens lie in up to three pages, the third one
+// beside its tile; sinks are overwritten. A window of 128 or less is never seen beyond the exact one.
+TEST_F(TestModel, SlidingWindowsThatHaveGoneRound) {
+  const auto memory = [](int sliding_window, int context) {
+    ModelShape shape;
+    shape.sliding_window = sliding_window;
+    shape.layers = {
+        {.shape = {.n_query_heads = 2, .n_kv_heads = 1, .key_dim = 64, .value_dim = 64}, .windowed = true}};
+    const Result<Plan> plan = plan_model(shape, {.scheme = "k=t4,v=t4,w=128,s=16", .context = context});
+    EXPECT_TRUE(plan.ok());
+    return plan.value().memory;
+  };
+  const size_t page = 2U * 64 * 64 * 2, tile = 64 * 64 / 2 + 64;
+  const auto tiles = [&](int pages) { return static_cast<size_t>(pages) * 2 * tile; };
+  EXPECT_EQ(memory(512, 1024).exact_row_bytes, 2 * page + 2U * 16 * 64 * 2);
+  EXPECT_EQ(memory(512, 1024).tile_bytes, tiles(14));
+  EXPECT_EQ(memory(512, 4096).exact_row_bytes, 3 * page);
+  EXPECT_EQ(memory(512, 4096).tile_bytes, tiles(14));
+  EXPECT_EQ(memory(128, 4096).exact_row_bytes, 12 * page);
+  EXPECT_EQ(memory(128, 4096).tile_bytes, 0U);
+  EXPECT_EQ(memory(128, 300).exact_row_bytes, 5 * page);
+  EXPECT_EQ(memory(512, 4096).workspace_bytes, memory(512, 1024).workspace_bytes);
+}
+
 TEST_F(TestModel, TheSameSeedGivesTheSameFile) {
   TestModelOptions o{.path = path("a.gguf")};
   ASSERT_TRUE(write_test_model(o).ok());

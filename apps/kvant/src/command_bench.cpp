@@ -17,11 +17,27 @@
 namespace kvant::cli {
 namespace {
 
+constexpr char kAttentionCaches[] = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4;k=t4,v=t4;kv3,kv2";
+constexpr char kDecodeCaches[] = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4";
+
 struct AttentionFlags {
   eval::BenchAttentionOptions options;
-  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4;k=t4,v=t4;kv3,kv2", peers;
+  std::string caches, peers;  // empty: KVANT_KV, or the default
   bool json = false;
 };
+
+// --kv, else KVANT_KV, else `fallback`, once that is known to be a list of caches.
+Status choose_caches(const char* fallback, std::string* caches) {
+  std::vector<std::string> overridden;
+  const Wanted wanted = wanted_caches(*caches, fallback, &overridden);
+  for (const std::string& line : overridden) std::fprintf(stderr, "kvant: %s\n", line.c_str());
+  const Result<std::vector<eval::Candidate>> parsed = eval::parse_bench_candidates(wanted.caches);
+  if (!parsed.ok()) {
+    return {parsed.status().code(), std::string(wanted.source) + ": " + parsed.status().message()};
+  }
+  *caches = wanted.caches;
+  return {};
+}
 
 // --peer adds to --kv.
 std::string with_peers(const std::string& caches, const std::string& peers) {
@@ -94,6 +110,7 @@ Status force_isa_of_environment() {
 
 int do_attention(AttentionFlags* f) {
   if (const Status forced = force_isa_of_environment(); !forced.ok()) return fail(forced);
+  if (const Status chosen = choose_caches(kAttentionCaches, &f->caches); !chosen.ok()) return fail(chosen);
   catch_interrupt();
   f->options.caches = eval::split_candidates(with_peers(f->caches, f->peers));
   ProgressLine progress;
@@ -115,7 +132,7 @@ int do_attention(AttentionFlags* f) {
 struct DecodeFlags {
   eval::BenchDecodeOptions options;
   CacheFlags cache;
-  std::string caches = "llama:f16,llama:q8_0,llama:q4_0,exact,kv8,kv4", peers;
+  std::string caches, peers;  // empty: KVANT_KV, or the default
   bool json = false;
 };
 
@@ -172,6 +189,7 @@ int do_decode(DecodeFlags* f) {
   std::vector<std::string> overridden;
   const Status options = cache_options(f->cache, &f->options.kvant, &overridden);
   if (!options.ok()) return fail(options);
+  if (const Status chosen = choose_caches(kDecodeCaches, &f->caches); !chosen.ok()) return fail(chosen);
   const Result<std::vector<eval::Candidate>> caches =
       eval::parse_bench_candidates(with_peers(f->caches, f->peers));
   if (!caches.ok()) return fail(caches.status());
@@ -200,7 +218,8 @@ CLI::App* add_decode(CLI::App* bench, DecodeFlags* f) {
       ->required()
       ->check(readable_file())
       ->type_name("FILE");
-  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")
+  app->add_option("--kv", f->caches,
+                  fmt::format("caches: schemes, or llama:TYPE (default {}, or KVANT_KV)", kDecodeCaches))
       ->type_name("LIST");
   app->add_option("--depths", o.depths, "tokens in the cache (default 0,4096)")
       ->delimiter(',')
@@ -348,7 +367,8 @@ Command add_bench(CLI::App& root) {
   CLI::App* app =
       bench->add_subcommand("attention", "decode attention alone, kvant and llama.cpp in one run");
   app->footer(kAttentionFooter);
-  app->add_option("--kv", f->caches, "caches: schemes, or llama:TYPE (default " + f->caches + ")")
+  app->add_option("--kv", f->caches,
+                  fmt::format("caches: schemes, or llama:TYPE (default {}, or KVANT_KV)", kAttentionCaches))
       ->type_name("LIST");
   app->add_option("--lengths", o.lengths, "keys (default 4096,32768)")
       ->delimiter(',')

@@ -45,5 +45,4 @@ std::vector<Candidate> with_legs(const std::vector<Candidate>& candidates);
 // The type names that llama.cpp takes for its cache.
 const std::vector<std::string_view>& cache_type_names();
 
-
 }  // namespace kvant::eval
