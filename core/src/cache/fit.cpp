@@ -31,7 +31,7 @@ bool orders_bands(const ErrorModel& model) {
 
 // Why the keys of this layer cannot be fitted; empty when they can. resolve_layers has counted the heads.
 std::string why_not(const LayerRequest& layer) {
-  const std::string none = "fit=1: there is no calibration to fit the keys to";
+  const char* none = "fit=1: there is no calibration to fit the keys to";
   if (layer.calibration == nullptr || layer.calibration->key.empty()) return none;
   for (size_t h = 0; h < layer.calibration->key.size(); ++h) {
     const auto& key = layer.calibration->key[h];
