@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -340,35 +341,42 @@ class IkSubject : public Subject {
   std::unique_ptr<PeerProcess> process_;
 };
 
-// Bytes per second of plain reads by `threads` threads over a buffer beyond every cache; best of five.
-double read_stream(int threads) {
-  const size_t words = (size_t{512} << 20) / 8;
-  const std::vector<uint64_t> data(words, 1);
-  double best = 0;
-  std::vector<uint64_t> sums(threads);
-  for (int round = 0; round < 5; ++round) {
+// Plain reads by `threads` threads of a buffer beyond every cache.
+class ReadStream {
+ public:
+  explicit ReadStream(int threads) : threads_(threads), data_(kBytes / 8, 1), sums_(threads) {}
+
+  // Bytes per second of one pass.
+  double pass() {
     std::vector<std::thread> pool;
-    pool.reserve(threads);
+    pool.reserve(threads_);
+    const size_t words = data_.size() / threads_ / kLanes * kLanes;
     const double start = now_seconds();
-    for (int t = 0; t < threads; ++t) {
-      pool.emplace_back([&, t] {
-        uint64_t lanes[8] = {};
-        const size_t begin = words / threads * t;
-        const size_t end = begin + words / threads;
-        for (size_t i = begin; i + 8 <= end; i += 8) {
-          for (int j = 0; j < 8; ++j) lanes[j] += data[i + j];
-        }
-        sums[t] = lanes[0] + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
-      });
+    for (int t = 0; t < threads_; ++t) {
+      pool.emplace_back([this, t, words] { sums_[t] = sum(data_.data() + words * t, words); });
     }
     for (std::thread& thread : pool) thread.join();
     const double seconds = now_seconds() - start;
-    uint64_t total = 0;
-    for (const uint64_t s : sums) total += s;
-    if (total == words / threads * threads) best = std::max(best, static_cast<double>(words) * 8 / seconds);
+    const bool read = std::all_of(sums_.begin(), sums_.end(), [&](uint64_t s) { return s == words; });
+    return read ? static_cast<double>(words) * threads_ * 8 / seconds : 0.0;
   }
-  return best;
-}
+
+ private:
+  static constexpr size_t kBytes = size_t{512} << 20;
+  static constexpr int kLanes = 8;
+
+  static uint64_t sum(const uint64_t* data, size_t words) {
+    uint64_t lanes[kLanes] = {};
+    for (size_t i = 0; i < words; i += kLanes) {
+      for (int j = 0; j < kLanes; ++j) lanes[j] += data[i + j];
+    }
+    return std::accumulate(std::begin(lanes), std::end(lanes), uint64_t{0});
+  }
+
+  int threads_;
+  std::vector<uint64_t> data_;
+  std::vector<uint64_t> sums_;
+};
 
 Result<std::vector<std::unique_ptr<Subject>>> make_subjects(const std::string& name) {
   const Result<std::vector<Candidate>> parsed = parse_bench_candidates(name);
@@ -395,7 +403,10 @@ struct Timed {
   double error = 0;
 };
 
-Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu, AttentionBench* out) {
+// `stream` takes its turn in every round, so that the memory is as busy for it as for the caches; null: not
+// asked for.
+Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu, ReadStream* stream,
+                  std::vector<double>* stream_passes, AttentionBench* out) {
   std::vector<Timed> timed;
   for (const std::string& name : o.caches) {
     Result<std::vector<std::unique_ptr<Subject>>> subjects = make_subjects(name);
@@ -420,6 +431,7 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
       if (o.progress)
         o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
     }
+    if (stream != nullptr) stream_passes->push_back(stream->pass());
   }
   for (const Timed& t : timed) {
     const double seconds = median(t.seconds) / o.layers;
@@ -430,7 +442,6 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
     row.ns_per_head_key = seconds * 1e9 / (static_cast<double>(length) * o.kv_heads * o.group * o.forks);
     row.cache_bytes = t.subject->bytes_per_layer();
     row.gigabytes_per_s = row.cache_bytes / seconds * 1e-9;
-    if (o.stream) row.stream_share = row.gigabytes_per_s / out->stream_gigabytes_per_s;
     row.max_error = t.error;
     row.note = t.subject->note;
     AttentionRow* last = out->rows.empty() ? nullptr : &out->rows.back();
@@ -454,14 +465,20 @@ Status bench_attention(const BenchAttentionOptions& options, AttentionBench* out
   }
   *out = {};
   out->isa = active_isa();
-  if (options.stream) out->stream_gigabytes_per_s = read_stream(options.threads) * 1e-9;
   const ggml_backend_ptr cpu(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
   if (!cpu) return {Code::kInternal, "ggml has no CPU backend"};
   ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu.get()));
   auto set_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
       ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
   if (set_threads != nullptr) set_threads(cpu.get(), options.threads);
-  for (const int length : options.lengths) KVANT_RETURN_IF_ERROR(run_length(options, length, cpu.get(), out));
+  const auto stream = options.stream ? std::make_unique<ReadStream>(options.threads) : nullptr;
+  std::vector<double> passes;
+  for (const int length : options.lengths) {
+    KVANT_RETURN_IF_ERROR(run_length(options, length, cpu.get(), stream.get(), &passes, out));
+  }
+  if (passes.empty()) return {};
+  out->stream_gigabytes_per_s = median(passes) * 1e-9;
+  for (AttentionRow& row : out->rows) row.stream_share = row.gigabytes_per_s / out->stream_gigabytes_per_s;
   return {};
 }
 

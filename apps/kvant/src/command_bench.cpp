@@ -57,7 +57,7 @@ constexpr char kAttentionFooter[] =
     "  kvant bench attention --kv kv4 --lengths 16384 --forks 8\n"
     "\nOne query per step, as in decoding. Results are checked against double precision over the stored "
     "values before\n"
-    "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory in the same run.\n";
+    "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory, median too, in turn.\n";
 
 std::string repro(const eval::BenchAttentionOptions& o) {
   return fmt::format(
