@@ -404,7 +404,8 @@ struct Timed {
 };
 
 // `stream` takes its turn in every round, so that the memory is as busy for it as for the caches; null: not
-// asked for.
+// asked for. Of each turn's two runs the second counts: in the first, threads of the engine before may still
+// spin on the cores, and those of this one wake up.
 Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu, ReadStream* stream,
                   std::vector<double>* stream_passes, AttentionBench* out) {
   std::vector<Timed> timed;
@@ -419,19 +420,21 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
       t.subject = std::move(subject);
       KVANT_RETURN_IF_ERROR(t.subject->build(o, length));
       if (length <= o.check_keys) KVANT_RETURN_IF_ERROR(t.subject->check(cpu, &t.error));
-      double warm = 0;
-      KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &warm));
       timed.push_back(std::move(t));
     }
   }
   for (int round = 0; round < o.repeats; ++round) {
     for (Timed& t : timed) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
+      double first = 0;
+      KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &first));
       KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &t.seconds.emplace_back()));
       if (o.progress)
         o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
     }
-    if (stream != nullptr) stream_passes->push_back(stream->pass());
+    if (stream == nullptr) continue;
+    stream->pass();
+    stream_passes->push_back(stream->pass());
   }
   for (const Timed& t : timed) {
     const double seconds = median(t.seconds) / o.layers;
