@@ -403,9 +403,26 @@ struct Timed {
   double error = 0;
 };
 
+// A turn's first runs do not count: threads of the engine before may still spin on the cores, those of this
+// one wake up, and cores that slept take milliseconds to reach their clock. Of what follows the median
+// counts.
+constexpr double kWarmSeconds = 0.015;
+constexpr double kTimedSeconds = 0.005;
+
+Status turn(Subject* subject, ggml_backend_t cpu, double* seconds) {
+  for (double spent = 0; spent < kWarmSeconds; spent += *seconds) {
+    KVANT_RETURN_IF_ERROR(subject->run(cpu, seconds));
+  }
+  std::vector<double> timed;
+  for (double spent = 0; spent < kTimedSeconds; spent += timed.back()) {
+    KVANT_RETURN_IF_ERROR(subject->run(cpu, &timed.emplace_back()));
+  }
+  *seconds = median(timed);
+  return {};
+}
+
 // `stream` takes its turn in every round, so that the memory is as busy for it as for the caches; null: not
-// asked for. Of each turn's two runs the second counts: in the first, threads of the engine before may still
-// spin on the cores, and those of this one wake up.
+// asked for.
 Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu, ReadStream* stream,
                   std::vector<double>* stream_passes, AttentionBench* out) {
   std::vector<Timed> timed;
@@ -426,9 +443,7 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
   for (int round = 0; round < o.repeats; ++round) {
     for (Timed& t : timed) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
-      double first = 0;
-      KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &first));
-      KVANT_RETURN_IF_ERROR(t.subject->run(cpu, &t.seconds.emplace_back()));
+      KVANT_RETURN_IF_ERROR(turn(t.subject.get(), cpu, &t.seconds.emplace_back()));
       if (o.progress)
         o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
     }

@@ -12,9 +12,13 @@
 namespace kvant::eval {
 namespace {
 
+// Of every turn, not timed: threads of the engine before may still spin on the cores, and cores that slept
+// take milliseconds to reach their clock.
+constexpr int kWarmSteps = 4;
+
 int context_tokens(const BenchDecodeOptions& o, int depth) {
-  const int n =
-      depth + kSeedTokens + o.rounds * o.round_tokens + (1 + o.prefill_rounds) * o.prefill_tokens + 8;
+  const int n = depth + kSeedTokens + o.rounds * (kWarmSteps + o.round_tokens) +
+                (1 + o.prefill_rounds) * o.prefill_tokens + 8;
   return (n + 255) / 256 * 256;
 }
 
@@ -24,6 +28,7 @@ int batch_tokens(const BenchDecodeOptions& o) { return std::max(kSeedTokens, o.p
 class Subject {
  public:
   virtual ~Subject() = default;
+  // Appends the seconds of n steps, and leaves their profile to be taken.
   virtual Status steps(int n, std::vector<double>* seconds) = 0;
   virtual Status prefill(int n, double* seconds) = 0;
   virtual size_t cache_bytes() const = 0;
@@ -37,6 +42,9 @@ class LlamaSubject : public Subject {
   Status fill(int depth) { return cache_.fill(depth); }
 
   Status steps(int n, std::vector<double>* seconds) override {
+    double untimed = 0;
+    for (int i = 0; i < kWarmSteps; ++i) KVANT_RETURN_IF_ERROR(cache_.step(&untimed));
+    (void)ggml::take_profile();
     for (int i = 0; i < n; ++i) KVANT_RETURN_IF_ERROR(cache_.step(&seconds->emplace_back()));
     return {};
   }
@@ -58,9 +66,11 @@ class IkSubject : public Subject {
  public:
   explicit IkSubject(std::unique_ptr<PeerProcess> process) : process_(std::move(process)) {}
   Status steps(int n, std::vector<double>* seconds) override {
-    const Result<std::vector<double>> answer = process_->ask("step " + std::to_string(n));
+    const Result<std::vector<double>> answer = process_->ask("step " + std::to_string(kWarmSteps + n));
     if (!answer.ok()) return answer.status();
-    seconds->insert(seconds->end(), answer.value().begin(), answer.value().end());
+    if (answer.value().size() != static_cast<size_t>(kWarmSteps) + n)
+      return {Code::kInternal, "ik_llama.cpp timed " + std::to_string(answer.value().size()) + " steps"};
+    seconds->insert(seconds->end(), answer.value().begin() + kWarmSteps, answer.value().end());
     return {};
   }
   Status prefill(int n, double* seconds) override {
@@ -120,7 +130,6 @@ Status time_steps(const BenchDecodeOptions& o, int depth, std::vector<Timed>* ti
   for (int round = 0; round < o.rounds; ++round) {
     for (Timed& t : *timed) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
-      (void)ggml::take_profile();
       KVANT_RETURN_IF_ERROR(t.subject->steps(o.round_tokens, &t.step_seconds));
       t.profile += ggml::take_profile();
       if (o.progress)

@@ -6,6 +6,7 @@
 
 #include <bit>
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -232,6 +233,54 @@ TEST(SlotCache, PagesAreSealedAgainAfterBeingRewritten) {
     EXPECT_TRUE(test::same_bits(slot_of(engine, Side::kKey, 40, true), slot_of(fresh, Side::kKey, 40, true)));
     EXPECT_TRUE(test::same_bits({out.engine.back()}, {want.engine.back()}));
     EXPECT_EQ(engine.cache().memory().total(), fresh.cache().memory().total());
+  }
+}
+
+// A plan names the pages that it has something to do for: not those that are in their tiles alone, unless a
+// slot of theirs was written since.
+TEST(SlotCache, PlansLeaveOutPagesInTheirTiles) {
+  for (const char* scheme : {"k=t4,v=c4,w=1,s=3", "k=t4,v=f16,w=1,s=0"}) {
+    Engine engine({.scheme = scheme, .shapes = {{2, 1, 64, 64}, {2, 1, 64, 64}}, .n_slots = 320});
+    engine.append(0, 0, 0, 200, 50, {.seal_only = true});
+    const std::vector<int32_t> both = {0, 1};
+    const auto sealed_by_plan = [&](std::vector<int64_t> slots, const std::vector<int32_t>& layers,
+                                    bool ends) {
+      SlotCache& cache = engine.cache();
+      EXPECT_TRUE(cache.begin_batch(slots, both).ok());
+      const std::vector<int32_t> own(slots.begin(), slots.end());
+      const StreamQueries query = {.stream = StreamId{0},
+                                   .n_queries = static_cast<int>(own.size()),
+                                   .n_slots = 320,
+                                   .mask = nullptr,
+                                   .mask_stride = 0,
+                                   .own_slot = own};
+      BatchPlan plan;
+      EXPECT_TRUE(cache.plan({&query, 1}, layers, &plan).ok());
+      const std::vector<float> rows(slots.size() * 64, 0.5f);
+      for (const int32_t layer : both) {
+        for (const Side side : kSides) cache.write(LayerId{layer}, side, slots, rows.data(), 64, {});
+      }
+      std::vector<SealItem> items;
+      for (const int32_t layer : layers) {
+        cache.seal_items(LayerId{layer}, plan, &items);
+        for (const SealItem& item : items) cache.seal_page(item);
+      }
+      if (ends) cache.end_batch(plan);
+      return plan.streams[0].seal;
+    };
+    using Pages = std::vector<int32_t>;
+    EXPECT_EQ(sealed_by_plan({200}, both, true), Pages()) << scheme;
+    std::vector<int64_t> rest(55);
+    std::iota(rest.begin(), rest.end(), 201);
+    EXPECT_EQ(sealed_by_plan(rest, both, true), Pages()) << scheme << ": page 3 is in the window";
+    EXPECT_EQ(sealed_by_plan({256}, {0}, true), Pages{3}) << scheme;
+    EXPECT_EQ(sealed_by_plan({257}, {0}, true), Pages()) << scheme << ": layer 0 is done with it";
+    EXPECT_EQ(sealed_by_plan({258}, both, false), Pages{3}) << scheme << ": layer 1 is not";
+    EXPECT_EQ(sealed_by_plan({259}, both, true), Pages{3}) << scheme << ": its rows were not released";
+    EXPECT_EQ(sealed_by_plan({260}, both, true), Pages()) << scheme;
+    EXPECT_EQ(sealed_by_plan({70}, both, true), Pages()) << scheme << ": page 1 is in the window";
+    EXPECT_EQ(sealed_by_plan({261}, both, true), Pages{1}) << scheme << ": a slot of it was written";
+    EXPECT_EQ(sealed_by_plan({262}, both, true), Pages{1}) << scheme << ": its row holds the others back";
   }
 }
 

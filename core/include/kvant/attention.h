@@ -82,6 +82,7 @@ class AttentionJob {
   void seal(bool timed);
   int count_blocks() const;
   void choose_items(size_t rows);
+  size_t group_progress() const { return 2 + static_cast<size_t>(max_runs_); }
 
   SlotCache* cache_ = nullptr;
   AttentionWorkspace* workspace_ = nullptr;
@@ -94,8 +95,9 @@ class AttentionJob {
   int n_chunks_ = 0;    // of item_heads_ KV heads
   int max_runs_ = 0;
   int n_items_ = 0;
-  bool split_ = false;  // an item is one run; the last run of a group (block, chunk) to finish merges them
-  std::vector<std::atomic<int>> progress_;  // [n_blocks * n_chunks][2]: query preparation, finished runs
+  bool split_ = false;  // an item is one run of a group (block, chunk); runs are merged in order
+  // Of each group, when split: preparation of its queries, merged runs, [max_runs] whether a run is finished.
+  std::vector<std::atomic<int>> progress_;
   std::atomic<int> next_seal_{0}, sealed_{0}, next_{0};
 };
 

@@ -187,7 +187,10 @@ class SlotCache {
     bool had_rows = false;
     uint64_t slots = 0, tile_mask = 0, row_mask = 0, kept_mask = 0;
   };
+  // Whoever takes a page to change it unsettles it.
   SidePage& page_ref(int layer, int stream, int page, Side side);
+  std::atomic<bool>& settled(int layer, int stream, int page) const;
+  void settle(const BatchPlan& plan);
   Status reserve_rows(int layer, int stream, int page, Side side);
   Status reserve_tiles(int layer, int stream, int page, Side side);
   void free_tiles(int layer, SidePage* page, Side side);
@@ -212,7 +215,10 @@ class SlotCache {
   int n_pages_ = 0;
   MemoryPool pool_;
   std::unique_ptr<class SlotTable> table_;
-  PoolBuffer pages_;  // SidePage[n_layers][n_streams][n_pages][2]
+  PoolBuffer pages_;  // SidePage[n_layers][n_streams][n_pages][2], settled_
+  // [n_layers][n_streams][n_pages] Pages in their tiles alone: a plan that seals or releases them has nothing
+  // to do, so they are left out of plans. A long cache has thousands of them for each that changes.
+  std::atomic<bool>* settled_ = nullptr;
   // Pages of the open batch as they were, until a plan succeeds. Tiles and kept rows that it emptied stay
   // allocated that long.
   std::vector<PageBefore> batch_before_;

@@ -114,9 +114,9 @@ Status AttentionJob::prepare(SlotCache* cache, AttentionWorkspace* workspace, co
   }
   n_blocks_ = count_blocks();
   choose_items(rows);
-  const size_t groups = static_cast<size_t>(n_blocks_) * n_chunks_;
-  if (progress_.size() < groups * 2) progress_ = std::vector<std::atomic<int>>(groups * 2);
-  for (auto& p : progress_) p.store(0, std::memory_order_relaxed);
+  const size_t progress = split_ ? static_cast<size_t>(n_blocks_) * n_chunks_ * group_progress() : 0;
+  if (progress_.size() < progress) progress_ = std::vector<std::atomic<int>>(progress);
+  for (size_t i = 0; i < progress; ++i) progress_[i].store(0, std::memory_order_relaxed);
   cache->seal_items(args.layer, *args.plan, &seal_);
   next_seal_.store(0, std::memory_order_relaxed);
   sealed_.store(0, std::memory_order_relaxed);
@@ -179,7 +179,13 @@ void AttentionJob::seal(bool timed) {
 void AttentionJob::run(WorkShare share) {
   seal(args_.seal_nanoseconds != nullptr && share.ith == 0);
   AttentionRunner runner(this, share.ith);
-  for (int i = next_.fetch_add(1); i < n_items_; i = next_.fetch_add(1)) runner.run_item(i);
+  // Far from the end a thread takes the item after its current one as well, to ask for its tiles in time.
+  const int take_two = split_ ? n_items_ - kItemsPerThread * share.nth : 0;
+  for (int i = next_.fetch_add(1); i < n_items_;) {
+    const int following = i < take_two ? next_.fetch_add(1) : n_items_;
+    runner.run_item(i, following);
+    i = i < take_two ? following : next_.fetch_add(1);
+  }
 }
 
 }  // namespace kvant

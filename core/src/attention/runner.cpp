@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "cache/side_page.h"
+
 namespace kvant {
 AttentionRunner::AttentionRunner(AttentionJob* job, int ith)
     : job_(job),
@@ -115,11 +117,44 @@ void AttentionRunner::reset(State* state, int rows) const {
   std::memset(state->acc_tile, 0, bytes);
 }
 
+// Of what this thread reads after a run of the block; the number of pages where that is not known.
+int AttentionRunner::first_page_of_next_run(const Block& block, int run) const {
+  if (!job_->split_) return (run + 1) * kRunPages;
+  const bool known = following_ < job_->n_items_ && following_ / job_->max_runs_ == prepared_group_;
+  return known ? following_ % job_->max_runs_ * kRunPages : block.stream->n_pages;
+}
+
+// Asks for what is known of the pages of a run, which says where their tiles lie.
+void AttentionRunner::ask_for_run(const Block& block, int first_page) const {
+  const int end = std::min(first_page + kRunPages, block.stream->n_pages);
+  for (int number = first_page; number < end; ++number) {
+    for (const Side side : kSides) {
+      __builtin_prefetch(&cache_.side_page(args_.layer, block.stream->stream, number, side));
+    }
+  }
+}
+
+// The first tiles of a run, which no strip before has asked for.
+void AttentionRunner::ask_for_first_tiles(const Block& block, int run) {
+  const int first = run * kRunPages;
+  const int end = std::min(first + kPrefetchTiles, block.stream->n_pages);
+  n_tiles_ = 0;
+  for (int number = first; number < end && n_tiles_ < kPrefetchTiles; ++number) {
+    list_page_tiles(block, cache_.side_page(args_.layer, block.stream->stream, number, Side::kKey),
+                    Side::kKey);
+  }
+  for (int i = 0; i < std::min(n_tiles_, kPrefetchTiles); ++i) {
+    for (uint32_t at = 0; at < tiles_[i].bytes; at += 64) __builtin_prefetch(tiles_[i].at + at, 0, 2);
+  }
+}
+
 void AttentionRunner::attend_run(const Block& block, const Queries& queries, int run, State* state) {
   reset(state, block.all_rows());
   const int strip_pages = std::clamp(layout_.logit_rows / block.all_rows(), 1, kRunPages);
   const size_t rows = static_cast<size_t>(block.rows);
   const int end = std::min((run + 1) * kRunPages, block.stream->n_pages);
+  const int next_run = first_page_of_next_run(block, run);
+  ask_for_run(block, next_run);
   int pages = 0;
   for (int number = run * kRunPages; number < end; ++number) {
     StripPage& page = strip_[pages];
@@ -130,7 +165,7 @@ void AttentionRunner::attend_run(const Block& block, const Queries& queries, int
     page.live = {masks, masks + rows, masks + 2 * rows, masks + 3 * rows, masks + 4 * rows, masks + 5 * rows};
     if (find_live(block, &page)) ++pages;
     if (pages == strip_pages || (number + 1 == end && pages > 0)) {
-      attend_strip(block, queries, pages, state);
+      attend_strip(block, queries, pages, number + 1 == end ? next_run : number + 1, state);
       pages = 0;
     }
   }
@@ -212,8 +247,10 @@ void AttentionRunner::run_split(const Block& block, int group, int run) {
   const int runs = job_->max_runs_;
   std::byte* shared = job_->workspace_->shared_memory();
   const Queries queries = place_queries(shared + static_cast<size_t>(group) * layout_.shared_query);
+  if (prepared_group_ != group) ask_for_first_tiles(block, run);
   // The first thread to meet a group transforms its queries, others wait for it.
-  std::atomic<int>& transformed = job_->progress_[static_cast<size_t>(group) * 2];
+  std::atomic<int>* progress = job_->progress_.data() + static_cast<size_t>(group) * job_->group_progress();
+  std::atomic<int>& transformed = progress[0];
   int expected = 0;
   if (transformed.compare_exchange_strong(expected, 1)) {
     transform_queries(block, queries);
@@ -239,14 +276,26 @@ void AttentionRunner::run_split(const Block& block, int group, int run) {
   };
   State mine = state_at(run);
   attend_run(block, queries, run, &mine);
-  std::atomic<int>& finished = job_->progress_[static_cast<size_t>(group) * 2 + 1];
-  if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < runs) return;
-  reset(&total_state_, block.all_rows());
-  for (int i = 0; i < runs; ++i) merge(block, state_at(i), &total_state_);
-  finish(block, &total_state_);
+  // In order, into the state of the first run, as far as runs have finished; other threads go on meanwhile.
+  // The thread that merges looks again after it let go, so that no run is left behind.
+  constexpr int kMerging = -1;
+  std::atomic<int>& merged = progress[1];
+  std::atomic<int>* finished = progress + 2;
+  State total = state_at(0);
+  finished[run].store(1);
+  int at = merged.load();
+  while (at != kMerging && at < runs && finished[at].load() != 0) {
+    if (!merged.compare_exchange_strong(at, kMerging)) continue;
+    do {
+      if (at != 0) merge(block, state_at(at), &total);
+    } while (++at < runs && finished[at].load() != 0);
+    if (at == runs) finish(block, &total);
+    merged.store(at);
+  }
 }
 
-void AttentionRunner::run_item(int item) {
+void AttentionRunner::run_item(int item, int following) {
+  following_ = following;
   pairs_ = pairs_tile_ = pairs_tile_v_ = pairs_skipped_ = 0;
   if (job_->split_) {
     const int group = item / job_->max_runs_;

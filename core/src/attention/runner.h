@@ -63,7 +63,8 @@ inline void cpu_relax() {
 class AttentionRunner {
  public:
   AttentionRunner(AttentionJob* job, int ith);
-  void run_item(int item);
+  // following: the item that this thread runs next, or n_items where that is not known.
+  void run_item(int item, int following);
 
  private:
   // Queries of a block: base-2 logits, so they carry scale * log2(e).
@@ -110,8 +111,11 @@ class AttentionRunner {
   void prepare_queries(const Block& block, const Queries& queries);
   void reset(State* state, int rows) const;
   void attend_run(const Block& block, const Queries& queries, int run, State* state);
-  void attend_strip(const Block& block, const Queries& queries, int pages, State* state);
-  void list_tiles(const Block& block, int pages);
+  void attend_strip(const Block& block, const Queries& queries, int pages, int after, State* state);
+  int first_page_of_next_run(const Block& block, int run) const;
+  void ask_for_run(const Block& block, int first_page) const;
+  void ask_for_first_tiles(const Block& block, int run);
+  void list_tiles(const Block& block, int pages, int after);
   void list_page_tiles(const Block& block, const SidePage& page, Side side);
   TileAddress next_tile(const std::byte* tile);
   const uint16_t* next_rows(const Block& block, const StripPage& page, int h, Side side) const;
@@ -148,6 +152,7 @@ class AttentionRunner {
   simd::PreparedQueries prepared_[kMaxItemHeads];  // of the group last met; in this thread's memory
   std::byte* prepared_memory_;
   int prepared_group_ = -1;
+  int following_ = 0;  // item that this thread runs next
   State run_state_, total_state_;
   float *logits_, *scratch_, *weights_, *rescale_, *sums_, *floats_;
   std::byte* pv_workspace_;

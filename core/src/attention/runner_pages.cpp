@@ -416,15 +416,15 @@ void AttentionRunner::list_page_tiles(const Block& block, const SidePage& page, 
   }
 }
 
-// The tiles that a strip will use, in order, and the first ones of what follows it.
-void AttentionRunner::list_tiles(const Block& block, int pages) {
+// The tiles that a strip will use, in order, and the first ones of page `after`, which follows it.
+void AttentionRunner::list_tiles(const Block& block, int pages, int after) {
   n_tiles_ = at_tile_ = 0;
   if (pages == 0) return;
   for (int i = 0; i < pages; ++i) list_page_tiles(block, *strip_[i].keys, Side::kKey);
   for (int i = 0; i < pages; ++i) list_page_tiles(block, *strip_[i].values, Side::kValue);
   const int wanted = n_tiles_ + kPrefetchTiles;
-  const int end = std::min(strip_[pages - 1].number + 1 + kPrefetchTiles, block.stream->n_pages);
-  for (int number = strip_[pages - 1].number + 1; number < end && n_tiles_ < wanted; ++number) {
+  const int end = std::min(after + kPrefetchTiles, block.stream->n_pages);
+  for (int number = after; number < end && n_tiles_ < wanted; ++number) {
     list_page_tiles(block, cache_.side_page(args_.layer, block.stream->stream, number, Side::kKey),
                     Side::kKey);
   }
@@ -436,9 +436,10 @@ AttentionRunner::TileAddress AttentionRunner::next_tile(const std::byte* tile) {
   return at_tile_ + kPrefetchTiles < n_tiles_ ? tiles_[at_tile_ + kPrefetchTiles] : TileAddress{tile, 0};
 }
 
-void AttentionRunner::attend_strip(const Block& block, const Queries& queries, int pages, State* state) {
+void AttentionRunner::attend_strip(const Block& block, const Queries& queries, int pages, int after,
+                                   State* state) {
   const bool biased = args_.soft_cap != 0.0f || block.stream->has_bias;
-  list_tiles(block, pages);
+  list_tiles(block, pages, after);
   tile_logits(block, queries, pages);
   for (int i = 0; i < pages; ++i) {
     const SidePage& keys = *strip_[i].keys;

@@ -14,9 +14,13 @@
 namespace kvant {
 namespace {
 
+// Of SidePage[n_layers][n_streams][n_pages][2] and settled[n_layers][n_streams][n_pages].
+size_t page_count(const SlotCache::Options& options, int n_pages) {
+  return options.layers.size() * static_cast<size_t>(options.n_streams) * static_cast<size_t>(n_pages);
+}
+
 size_t page_table_bytes(const SlotCache::Options& options, int n_pages) {
-  return align_up(
-      options.layers.size() * options.n_streams * static_cast<size_t>(n_pages) * 2 * sizeof(SidePage), 64);
+  return align_up(page_count(options, n_pages) * (2 * sizeof(SidePage) + sizeof(std::atomic<bool>)), 64);
 }
 
 Status check_run(int first_slot, int count, int n_pages) {
@@ -54,8 +58,11 @@ Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
   c.table_ = std::make_unique<SlotTable>(c.n_pages_, c.options_.n_streams, &c.pool_);
   c.pages_ = PoolBuffer(&c.pool_, page_table_bytes(c.options_, c.n_pages_), Use::kTables);
   // Before any return: the destructor looks at every page.
-  const size_t count = c.pages_.bytes() / sizeof(SidePage);
-  for (size_t i = 0; i < count; ++i) new (reinterpret_cast<SidePage*>(c.pages_.data()) + i) SidePage();
+  const size_t count = c.pages_ ? page_count(c.options_, c.n_pages_) : 0;
+  auto* side_pages = reinterpret_cast<SidePage*>(c.pages_.data());
+  for (size_t i = 0; i < 2 * count; ++i) new (side_pages + i) SidePage();
+  c.settled_ = reinterpret_cast<std::atomic<bool>*>(side_pages + 2 * count);
+  for (size_t i = 0; i < count; ++i) new (c.settled_ + i) std::atomic<bool>(false);
   if (!c.table_->ok() || !c.pages_) {
     return Status(Code::kPoolExhausted, "the tables of the cache do not fit in the memory limit of " +
                                             std::to_string(c.pool_.limit_bytes()) + " bytes");
@@ -66,12 +73,17 @@ Result<std::unique_ptr<SlotCache>> SlotCache::create(Options options) {
 SlotCache::~SlotCache() { free_everything(); }
 
 SidePage& SlotCache::page_ref(int layer, int stream, int page, Side side) {
-  return reinterpret_cast<SidePage*>(
-      pages_.data())[side_page_index(layer, stream, page, side, options_.n_streams, n_pages_)];
+  settled(layer, stream, page).store(false, std::memory_order_relaxed);
+  return const_cast<SidePage&>(side_page(LayerId{layer}, StreamId{stream}, page, side));
 }
 
 const SidePage& SlotCache::side_page(LayerId layer, StreamId stream, int page, Side side) const {
-  return const_cast<SlotCache*>(this)->page_ref(layer.value, stream.value, page, side);
+  return reinterpret_cast<const SidePage*>(
+      pages_.data())[side_page_index(layer.value, stream.value, page, side, options_.n_streams, n_pages_)];
+}
+
+std::atomic<bool>& SlotCache::settled(int layer, int stream, int page) const {
+  return settled_[side_page_index(layer, stream, page, Side::kKey, options_.n_streams, n_pages_) / 2];
 }
 
 uint64_t SlotCache::sink_mask(StreamId stream, int page) const { return table_->sinks(stream.value, page); }
@@ -298,7 +310,7 @@ Status SlotCache::write_rows(LayerId layer, Side side, StreamId stream, int firs
   keep_batch(nullptr);
   std::vector<int> reserved;
   for (int page = first_slot / kPageTokens; page * kPageTokens < first_slot + count; ++page) {
-    if (page_ref(layer.value, stream.value, page, side).rows != nullptr) continue;
+    if (side_page(layer, stream, page, side).rows != nullptr) continue;
     Status status = reserve_rows(layer.value, stream.value, page, side);
     if (!status.ok()) {
       for (const int p : reserved)
@@ -360,7 +372,7 @@ Status SlotCache::copy_stream_side(LayerId layer, Side side, StreamId from, Stre
   Status no_memory = {Code::kPoolExhausted, "copy of a stream: the system has no memory"};
   table_->copy_stream(from.value, to.value);
   for (int page = 0; page < n_pages_; ++page) {
-    const SidePage& source = page_ref(layer.value, from.value, page, side);
+    const SidePage& source = side_page(layer, from, page, side);
     SidePage& target = page_ref(layer.value, to.value, page, side);
     free_tiles(layer.value, &target, side);
     free_rows(layer.value, &target, side);

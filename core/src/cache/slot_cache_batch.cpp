@@ -143,7 +143,15 @@ Status SlotCache::make_plan(std::span<const StreamQueries> queries, std::span<co
                                      std::to_string(options_.n_streams) + " streams of " +
                                      std::to_string(n_pages_ * kPageTokens) + " slots"};
     }
-    table_->plan(q, options_.window, options_.sinks, &plan->streams[i]);
+    StreamPlan& stream = plan->streams[i];
+    table_->plan(q, options_.window, options_.sinks, &stream);
+    const auto all_settled = [&](int32_t page) {
+      return std::all_of(layers.begin(), layers.end(), [&](int32_t layer) {
+        return settled(layer, q.stream.value, page).load(std::memory_order_relaxed);
+      });
+    };
+    std::erase_if(stream.seal, all_settled);
+    std::erase_if(stream.release, all_settled);
   }
   return {};
 }
@@ -273,9 +281,25 @@ void SlotCache::end_batch(const BatchPlan& plan) {
     for (const int32_t layer : plan.layers) {
       for (const Side side : kSides) {
         for (const int32_t page : stream.release) {
-          SidePage& sp = page_ref(layer, stream.stream.value, page, side);
+          const SidePage& sp = side_page(LayerId{layer}, stream.stream, page, side);
           if (sp.tile_mask != 0) drop_rows(layer, stream.stream.value, page, side);
         }
+      }
+    }
+  }
+  settle(plan);
+}
+
+void SlotCache::settle(const BatchPlan& plan) {
+  for (const StreamPlan& stream : plan.streams) {
+    for (const int32_t layer : plan.layers) {
+      const auto done = [&](int32_t page, Side side) {
+        const SidePage& sp = side_page(LayerId{layer}, stream.stream, page, side);
+        return !side_quantized(options_.layers[layer], side) || (sp.tile_mask != 0 && sp.rows == nullptr);
+      };
+      for (const int32_t page : stream.seal) {
+        settled(layer, stream.stream.value, page)
+            .store(done(page, Side::kKey) && done(page, Side::kValue), std::memory_order_relaxed);
       }
     }
   }

@@ -232,8 +232,8 @@ void pv_few_rows(const ValueTask* tasks, int count) {
     if (open[i].live.count != 0) open_weight_rows(tasks[i], open[i], 0, rows + i);
   }
   for (int i = 0; i < count; ++i) {
+    prefetch_next_metadata(tasks, count, i);
     if (open[i].live.count == 0) continue;
-    prefetch_metadata(*tasks[i].layout, tasks[i].next, tasks[i].next_bytes);
     add_weight_rows(open[i], rows[i]);
   }
 }

@@ -252,7 +252,7 @@ void qk_tiles(const KeyTask* tasks, int count) {
     fold_channels(tasks + first, n, open);
     for (int i = 0; i < n; ++i) {
       const KeyTask& task = tasks[first + i];
-      prefetch_metadata(*task.layout, task.next, task.next_bytes);
+      prefetch_next_metadata(tasks + first, n, i);
       for (int b = 0; b < task.layout->n_bands; ++b) qk_band(task, open[i], b);
     }
     first += n;
