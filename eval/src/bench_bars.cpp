@@ -13,6 +13,7 @@
 #include "kvant/edit_distance.h"
 #include "kvant/test_model.h"
 #include "peer_process.h"
+#include "timing.h"
 
 namespace kvant::eval {
 namespace {
@@ -240,27 +241,36 @@ struct GridPoint {
   double ratio = 0;  // of its time to that of the exact cache
 };
 
-// A point beyond the bar is measured again, longer; the second figure counts. Of hundreds of points on a
+using Measure = std::function<Status(BenchAttentionOptions, AttentionBench*)>;
+
+// A point beyond the bar again, in three longer runs, of which the median counts: of hundreds of points on a
 // shared machine some are disturbed.
-Status measure_points(const BenchAttentionOptions& base, bool again,
-                      const std::function<Status(BenchAttentionOptions, AttentionBench*)>& measure,
+Status measure_again(BenchAttentionOptions o, const std::string& cache, int keys, const Measure& measure,
+                     double* ratio) {
+  o.caches = {"exact", cache};
+  o.lengths = {keys};
+  o.repeats = 25;
+  std::vector<double> ratios;
+  for (int run = 0; run < 3; ++run) {
+    AttentionBench bench;
+    KVANT_RETURN_IF_ERROR(measure(o, &bench));
+    ratios.push_back(find(bench, cache, keys)->seconds / find(bench, "exact", keys)->seconds);
+  }
+  *ratio = median(ratios);
+  return {};
+}
+
+Status measure_points(const BenchAttentionOptions& o, const Measure& measure,
                       std::vector<GridPoint>* points) {
   AttentionBench bench;
-  KVANT_RETURN_IF_ERROR(measure(base, &bench));
-  for (const int keys : base.lengths) {
+  KVANT_RETURN_IF_ERROR(measure(o, &bench));
+  for (const int keys : o.lengths) {
     const double exact = find(bench, "exact", keys)->seconds;
-    for (const std::string& cache : base.caches) {
+    for (const std::string& cache : o.caches) {
       if (cache == "exact") continue;
-      const double ratio = find(bench, cache, keys)->seconds / exact;
-      if (ratio > 1 && again) {
-        BenchAttentionOptions one = base;
-        one.caches = {"exact", cache};
-        one.lengths = {keys};
-        one.repeats = 25;
-        KVANT_RETURN_IF_ERROR(measure_points(one, false, measure, points));
-        continue;
-      }
-      points->push_back({cache, base.head_dim, base.group, keys, ratio});
+      double ratio = find(bench, cache, keys)->seconds / exact;
+      if (ratio > 1) KVANT_RETURN_IF_ERROR(measure_again(o, cache, keys, measure, &ratio));
+      points->push_back({cache, o.head_dim, o.group, keys, ratio});
     }
   }
   return {};
@@ -281,8 +291,7 @@ Status Bars::never_slower() {
     o.check_keys = 1024;
     o.stream = false;
     KVANT_RETURN_IF_ERROR(measure_points(
-        o, true, [this](BenchAttentionOptions a, AttentionBench* b) { return measure(std::move(a), b); },
-        &points));
+        o, [this](BenchAttentionOptions a, AttentionBench* b) { return measure(std::move(a), b); }, &points));
   }
   const auto worst = std::max_element(
       points.begin(), points.end(), [](const GridPoint& a, const GridPoint& b) { return a.ratio < b.ratio; });

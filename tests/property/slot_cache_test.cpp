@@ -139,6 +139,7 @@ class History {
         }
       }
     }
+    RC_ASSERT(engine_.wrongly_settled_pages() == 0);
     const MemoryReport walked = engine_.walk();
     RC_ASSERT(cache.memory().tile_bytes == walked.tile_bytes);
     RC_ASSERT(cache.memory().exact_row_bytes == walked.exact_row_bytes);

@@ -9,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "cache/side_page.h"
 #include "formats/family.h"
 #include "formats/spec.h"
 
@@ -16,7 +17,6 @@ namespace kvant::test {
 namespace {
 
 constexpr uint16_t kHidden = 0xFC00;
-constexpr Side kSides[] = {Side::kKey, Side::kValue};
 
 uint64_t mix(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
@@ -396,6 +396,35 @@ void Engine::clear() {
   cache_->clear();
   for (auto& stream : owners_) std::fill(stream.begin(), stream.end(), Owner());
   originals_.clear();
+}
+
+}  // namespace kvant::test
+
+namespace kvant {
+struct SlotCacheTestAccess {
+  static bool settled(const SlotCache& cache, int layer, int stream, int page) {
+    return cache.settled(layer, stream, page);
+  }
+};
+}  // namespace kvant
+
+namespace kvant::test {
+
+int Engine::wrongly_settled_pages() const {
+  int wrong = 0;
+  for (int layer = 0; layer < cache_->n_layers(); ++layer) {
+    for (int stream = 0; stream < options_.n_streams; ++stream) {
+      for (int page = 0; page < cache_->n_pages(); ++page) {
+        if (!SlotCacheTestAccess::settled(*cache_, layer, stream, page)) continue;
+        for (const Side side : kSides) {
+          const SidePage& sp = cache_->side_page(LayerId{layer}, StreamId{stream}, page, side);
+          if (!side_quantized(cache_->layer(LayerId{layer}), side)) continue;
+          wrong += sp.tile_mask == 0 || sp.rows != nullptr ? 1 : 0;
+        }
+      }
+    }
+  }
+  return wrong;
 }
 
 MemoryReport Engine::walk() const {

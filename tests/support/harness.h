@@ -112,6 +112,8 @@ class Engine {
 
   // Sum over all side pages of what their pointers own, by the layout of the formats and shapes.
   MemoryReport walk() const;
+  // Sides of pages that plans leave out though they are not in their tiles alone.
+  int wrongly_settled_pages() const;
 
  private:
   Status run(const std::vector<Entry>& entries, const Look& look, bool write, std::vector<Outputs>* out);

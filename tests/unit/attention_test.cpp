@@ -364,14 +364,18 @@ TEST(AttentionInvariance, PrefillEqualsSingleSteps) {
   }
 }
 
-// Four runs, shared by threads for single steps and not for a batch: merged in the same order.
+// Runs are shared by threads for single steps and not for a batch: merged in the same order. With 16 runs the
+// two threads also take some of them in advance.
 TEST(AttentionInvariance, RunsAreMergedInOrder) {
   for (const char* scheme : {"exact", "k=t4,v=t4,w=64,s=3"}) {
-    Engine batch({.scheme = scheme, .n_slots = 1664});
-    Engine steps({.scheme = scheme, .n_slots = 1664, .threads = 3, .poison = 0xFF});
-    for (Engine* engine : {&batch, &steps}) engine->append(0, 0, 0, 1600, 100, {.seal_only = true});
-    EXPECT_TRUE(
-        test::same_bits(batch.append(0, 0, 1600, 32, 32).engine, steps.append(0, 0, 1600, 32, 1).engine));
+    for (const auto& [tokens, threads] : {std::pair{1600, 3}, {8128, 2}}) {
+      const int slots = tokens + 64;
+      Engine batch({.scheme = scheme, .n_slots = slots});
+      Engine steps({.scheme = scheme, .n_slots = slots, .threads = threads, .poison = 0xFF});
+      for (Engine* engine : {&batch, &steps}) engine->append(0, 0, 0, tokens, 100, {.seal_only = true});
+      EXPECT_TRUE(test::same_bits(batch.append(0, 0, tokens, 32, 32).engine,
+                                  steps.append(0, 0, tokens, 32, 1).engine));
+    }
   }
 }
 
