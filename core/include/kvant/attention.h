@@ -82,7 +82,6 @@ class AttentionJob {
   void seal(bool timed);
   int count_blocks() const;
   void choose_items(size_t rows);
-  size_t group_progress() const { return 2 + static_cast<size_t>(max_runs_); }
 
   SlotCache* cache_ = nullptr;
   AttentionWorkspace* workspace_ = nullptr;
@@ -96,8 +95,10 @@ class AttentionJob {
   int max_runs_ = 0;
   int n_items_ = 0;
   bool split_ = false;  // an item is one run of a group (block, chunk); runs are merged in order
-  // Of each group, when split: preparation of its queries, merged runs, [max_runs] whether a run is finished.
+  // Of each group, when split: preparation of its queries, merged runs, whether each run is finished. Room
+  // for the runs of a full cache, so that a growing one allocates nothing.
   std::vector<std::atomic<int>> progress_;
+  size_t group_progress_ = 0;
   std::atomic<int> next_seal_{0}, sealed_{0}, next_{0};
 };
 

@@ -114,7 +114,8 @@ Status AttentionJob::prepare(SlotCache* cache, AttentionWorkspace* workspace, co
   }
   n_blocks_ = count_blocks();
   choose_items(rows);
-  const size_t progress = split_ ? static_cast<size_t>(n_blocks_) * n_chunks_ * group_progress() : 0;
+  group_progress_ = 2 + static_cast<size_t>(workspace->layout().max_runs);
+  const size_t progress = split_ ? static_cast<size_t>(n_blocks_) * n_chunks_ * group_progress_ : 0;
   if (progress_.size() < progress) progress_ = std::vector<std::atomic<int>>(progress);
   for (size_t i = 0; i < progress; ++i) progress_[i].store(0, std::memory_order_relaxed);
   cache->seal_items(args.layer, *args.plan, &seal_);

@@ -249,7 +249,7 @@ void AttentionRunner::run_split(const Block& block, int group, int run) {
   const Queries queries = place_queries(shared + static_cast<size_t>(group) * layout_.shared_query);
   if (prepared_group_ != group) ask_for_first_tiles(block, run);
   // The first thread to meet a group transforms its queries, others wait for it.
-  std::atomic<int>* progress = job_->progress_.data() + static_cast<size_t>(group) * job_->group_progress();
+  std::atomic<int>* progress = job_->progress_.data() + static_cast<size_t>(group) * job_->group_progress_;
   std::atomic<int>& transformed = progress[0];
   int expected = 0;
   if (transformed.compare_exchange_strong(expected, 1)) {
