@@ -284,6 +284,36 @@ TEST(SlotCache, PlansLeaveOutPagesInTheirTiles) {
   }
 }
 
+// A restore or a copy that stopped midway: slots that one side or layer lacks are hidden, and no page is
+// sealed from rows that are not there.
+TEST(SlotCache, SidesThatAreRestoredAloneAreNotRead) {
+  Engine engine({.scheme = "k=t4,v=t4,w=1,s=3",
+                 .shapes = {{2, 1, 64, 64}, {2, 1, 64, 64}},
+                 .n_slots = 256,
+                 .n_streams = 2,
+                 .threads = 2});
+  SlotCache& cache = engine.cache();
+  const std::vector<uint16_t> rows(size_t{192} * 64, 0x3800);
+  for (int slot = 0; slot < 192; ++slot) {
+    engine.owners(0)[slot] = engine.owners(1)[slot] = {.seq = 0, .pos = slot};
+  }
+  const auto output = [&](int stream) {
+    return engine.attend({{.stream = stream, .seq = 0, .pos = 191, .slot = 191}}, {}).engine;
+  };
+  const std::vector<std::vector<float>> zeros(1, std::vector<float>(128, 0.0f));
+  ASSERT_TRUE(cache.write_rows(LayerId{0}, Side::kKey, StreamId{0}, 0, 192, rows.data()).ok());
+  EXPECT_EQ(output(0), zeros);
+  EXPECT_NE(page_of(engine, 0, Side::kKey).tile_mask, 0u);
+  EXPECT_EQ(page_of(engine, 0, Side::kValue).tiles, nullptr);
+  ASSERT_TRUE(cache.copy_stream_side(LayerId{0}, Side::kKey, StreamId{0}, StreamId{1}).ok());
+  EXPECT_EQ(output(1), zeros);
+  EXPECT_EQ(cache.memory().tile_bytes, engine.walk().tile_bytes);
+  EXPECT_EQ(engine.wrongly_settled_pages(), 0);
+  ASSERT_TRUE(cache.write_rows(LayerId{0}, Side::kValue, StreamId{0}, 0, 192, rows.data()).ok());
+  EXPECT_NE(output(0), zeros);
+  EXPECT_NE(page_of(engine, 0, Side::kValue).tile_mask, 0u);
+}
+
 TEST(SlotCache, CopyStreamReplacesItsTarget) {
   Engine engine({.scheme = "k=t4,v=g4,w=64,s=5",
                  .shapes = {{4, 2, 64, 64}, {2, 1, 32, 80}},

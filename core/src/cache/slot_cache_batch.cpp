@@ -241,7 +241,8 @@ void SlotCache::seal_items(LayerId layer, const BatchPlan& plan, std::vector<Sea
     for (const int32_t page : stream.seal) {
       for (const Side side : kSides) {
         const SidePage& sp = side_page(layer, stream.stream, page, side);
-        if (sp.tiles != nullptr && sp.tile_mask == 0) {
+        // No rows: another side or layer was restored without this one.
+        if (sp.tiles != nullptr && sp.rows != nullptr && sp.tile_mask == 0) {
           items->push_back({layer.value, stream.stream.value, page, side});
         }
       }
