@@ -115,9 +115,14 @@ Status AttentionJob::prepare(SlotCache* cache, AttentionWorkspace* workspace, co
   n_blocks_ = count_blocks();
   choose_items(rows);
   group_progress_ = 2 + static_cast<size_t>(workspace->layout().max_runs);
-  const size_t progress = split_ ? static_cast<size_t>(n_blocks_) * n_chunks_ * group_progress_ : 0;
-  if (progress_.size() < progress) progress_ = std::vector<std::atomic<int>>(progress);
-  for (size_t i = 0; i < progress; ++i) progress_[i].store(0, std::memory_order_relaxed);
+  const size_t groups = split_ ? static_cast<size_t>(n_blocks_) * n_chunks_ : 0;
+  if (progress_.size() < groups * group_progress_) {
+    progress_ = std::vector<std::atomic<int>>(groups * group_progress_);
+  }
+  for (size_t g = 0; g < groups; ++g) {
+    std::atomic<int>* progress = progress_.data() + g * group_progress_;
+    for (int i = 0; i < 2 + max_runs_; ++i) progress[i].store(0, std::memory_order_relaxed);
+  }
   cache->seal_items(args.layer, *args.plan, &seal_);
   next_seal_.store(0, std::memory_order_relaxed);
   sealed_.store(0, std::memory_order_relaxed);
