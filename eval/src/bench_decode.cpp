@@ -91,6 +91,7 @@ struct Timed {
   std::unique_ptr<Subject> subject;
   std::vector<double> step_seconds;
   std::vector<double> prefill_seconds;
+  std::vector<double> prefill_encode_seconds;
   ggml::Profile profile;
 };
 
@@ -145,8 +146,10 @@ Status time_prefills(const BenchDecodeOptions& o, std::vector<Timed>* timed) {
       if (o.cancelled && o.cancelled()) return {Code::kCancelled, "interrupted"};
       if (round > 0 && t.prefill_seconds[0] > kLongPrefillSeconds) continue;
       double seconds = 0;
+      (void)ggml::take_profile();
       KVANT_RETURN_IF_ERROR(t.subject->prefill(o.prefill_tokens, &seconds));
       t.prefill_seconds.push_back(seconds);
+      t.prefill_encode_seconds.push_back(ggml::take_profile().encode_seconds);
     }
   }
   return {};
@@ -158,6 +161,8 @@ DecodeRow row_of(const BenchDecodeOptions& o, const Timed& t, int depth) {
   row.depth = depth;
   row.decode_tok_s = 1.0 / median(t.step_seconds);
   row.prefill_tok_s = t.prefill_seconds.empty() ? 0 : o.prefill_tokens / median(t.prefill_seconds);
+  const double encode = t.prefill_encode_seconds.empty() ? 0 : median(t.prefill_encode_seconds);
+  row.prefill_encode_tok_s = encode > 0 ? o.prefill_tokens / encode : 0;
   row.flash_attention = t.flash;
   row.cache_bytes = t.subject->cache_bytes();
   row.profile = t.profile;

@@ -51,6 +51,8 @@ rows = {(r["cache"], r["depth"]): r for r in j["rows"]}
 assert set(rows) == {(c, d) for c in ("kv4,w=0", "llama:f16") for d in (0, 768)}
 assert all(r["decode_tok_s"] > 0 and r["prefill_tok_s"] > 0 for r in rows.values())
 assert 0 < rows["kv4,w=0", 768]["encode_share"] < 1 and rows["llama:f16", 768]["encode_share"] == 0
+kv4, f16 = rows["kv4,w=0", 768], rows["llama:f16", 768]
+assert kv4["prefill_encode_tok_s"] > kv4["prefill_tok_s"] and f16["prefill_encode_tok_s"] == 0
 PYTHON
 code=0
 "$kvant" testmodel --kind shapes --head-dim 72 --heads 1 --kv-heads 1 --weights q8_0 -o no.gguf 2>refused.txt || code=$?

@@ -57,7 +57,8 @@ constexpr char kAttentionFooter[] =
     "  kvant bench attention --kv kv4 --lengths 16384 --forks 8\n"
     "\nOne query per step, as in decoding. Results are checked against double precision over the stored "
     "values before\n"
-    "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory, median too, in turn.\n";
+    "they are timed. GB/s counts the bytes of the cache; stream is a plain read of memory, median too, in "
+    "turn.\n";
 
 std::string repro(const eval::BenchAttentionOptions& o) {
   return fmt::format(
@@ -160,6 +161,7 @@ void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f
                       {"depth", r.depth},
                       {"decode_tok_s", r.decode_tok_s},
                       {"prefill_tok_s", r.prefill_tok_s},
+                      {"prefill_encode_tok_s", r.prefill_encode_tok_s},
                       {"flash_attention", r.flash_attention},
                       {"encode_share", r.profile.encode_share()},
                       {"steps", r.profile.graphs},
@@ -175,11 +177,14 @@ void print_decode(const std::vector<eval::DecodeRow>& rows, const DecodeFlags& f
     return;
   }
   std::printf(
-      "| cache | depth | decode tok/s | prefill %d tok/s | cache MiB | |\n|---|---|---|---|---|---|\n",
+      "| cache | depth | decode tok/s | prefill %d tok/s | its encoding alone | cache MiB | |\n"
+      "|---|---|---|---|---|---|---|\n",
       f.options.prefill_tokens);
   for (const eval::DecodeRow& r : rows) {
-    std::printf("| %s | %d | %.2f | %.1f | %s | %s |\n", r.cache.c_str(), r.depth, r.decode_tok_s,
-                r.prefill_tok_s, r.cache_bytes > 0 ? mib(r.cache_bytes).c_str() : "",
+    const std::string encode =
+        r.prefill_encode_tok_s > 0 ? fmt::format("{:.0f} tok/s", r.prefill_encode_tok_s) : "";
+    std::printf("| %s | %d | %.2f | %.1f | %s | %s | %s |\n", r.cache.c_str(), r.depth, r.decode_tok_s,
+                r.prefill_tok_s, encode.c_str(), r.cache_bytes > 0 ? mib(r.cache_bytes).c_str() : "",
                 r.flash_attention ? "" : "flash attention off");
   }
   std::printf("\n%s\n", repro(f).c_str());

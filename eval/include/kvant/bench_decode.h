@@ -34,6 +34,7 @@ struct DecodeRow {
   int depth = 0;
   double decode_tok_s = 0;
   double prefill_tok_s = 0;
+  double prefill_encode_tok_s = 0;  // kvant: tokens of a prefill per second of writing and sealing them
   bool flash_attention = true;  // llama.cpp's f16: the faster of the two settings, for decoding
   size_t cache_bytes = 0;       // everything counted
   ggml::Profile profile;        // kvant: of its decode steps; per graph, so per step
