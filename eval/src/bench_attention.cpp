@@ -410,12 +410,16 @@ constexpr double kWarmSeconds = 0.015;
 constexpr double kTimedSeconds = 0.005;
 
 Status turn(Subject* subject, ggml_backend_t cpu, double* seconds) {
-  for (double spent = 0; spent < kWarmSeconds; spent += *seconds) {
+  double spent = 0;
+  while (spent < kWarmSeconds) {
     KVANT_RETURN_IF_ERROR(subject->run(cpu, seconds));
+    spent += *seconds;
   }
   std::vector<double> timed;
-  for (double spent = 0; spent < kTimedSeconds; spent += timed.back()) {
+  spent = 0;
+  while (spent < kTimedSeconds) {
     KVANT_RETURN_IF_ERROR(subject->run(cpu, &timed.emplace_back()));
+    spent += timed.back();
   }
   *seconds = median(timed);
   return {};

@@ -412,7 +412,8 @@ TEST(SlotCache, DecodeStepAllocatesNothing) {
       cache.write(LayerId{0}, Side::kValue, slots, rows.data(), 128, {});
       ASSERT_TRUE(job.prepare(&cache, &engine.workspace(), args).ok());
       job.run({});
-      // The steps up to the first that seals a page size the job's lists. Later ones seal too, and open a run.
+      // The steps up to the first that seals a page size the job's lists. Later ones seal too, and open a
+      // run.
       if (t > 980) counted += test::allocations() - before;
       cache.end_batch(plan);
     }

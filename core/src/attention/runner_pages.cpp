@@ -46,7 +46,7 @@ bool AttentionRunner::find_live_in_tiles(const Block& block, StripPage* page) {
     seen |= visible;
     pairs += count_of(visible);
   }
-  pairs *= static_cast<uint64_t>(group_ * block.n_heads);
+  pairs *= static_cast<uint64_t>(group_) * static_cast<uint64_t>(block.n_heads);
   pairs_ += pairs;
   pairs_tile_ += pairs;
   pairs_tile_v_ += pairs;
@@ -63,7 +63,7 @@ bool AttentionRunner::find_live(const Block& block, StripPage* page) {
   const uint64_t sinks = cache_.sink_mask(stream.stream, page->number);
   const uint64_t held =
       (kp.tile_mask | kp.row_mask | kp.kept_mask) & (vp.tile_mask | vp.row_mask | vp.kept_mask);
-  const auto reads = static_cast<uint64_t>(group_ * block.n_heads);
+  const uint64_t reads = static_cast<uint64_t>(group_) * static_cast<uint64_t>(block.n_heads);
   uint64_t seen = 0;
   for (int n = 0; n < block.n_queries; ++n) {
     const int query = block.first_query + n;

@@ -35,9 +35,9 @@ struct DecodeRow {
   double decode_tok_s = 0;
   double prefill_tok_s = 0;
   double prefill_encode_tok_s = 0;  // kvant: tokens of a prefill per second of writing and sealing them
-  bool flash_attention = true;  // llama.cpp's f16: the faster of the two settings, for decoding
-  size_t cache_bytes = 0;       // everything counted
-  ggml::Profile profile;        // kvant: of its decode steps; per graph, so per step
+  bool flash_attention = true;      // llama.cpp's f16: the faster of the two settings, for decoding
+  size_t cache_bytes = 0;           // everything counted
+  ggml::Profile profile;            // kvant: of its decode steps; per graph, so per step
 };
 
 // Contexts are filled to a depth by prefilling 512 tokens and repeating their cache rows, through llama.cpp's
