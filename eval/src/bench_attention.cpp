@@ -346,7 +346,19 @@ class ReadStream {
  public:
   explicit ReadStream(int threads) : threads_(threads), data_(kBytes / 8, 1), sums_(threads) {}
 
-  // Bytes per second of one pass.
+  // The first of two passes warms up.
+  void take_turn() {
+    pass();
+    passes_.push_back(pass());
+  }
+  bool measured() const { return !passes_.empty(); }
+  double bytes_per_s() const { return median(passes_); }
+
+ private:
+  static constexpr size_t kBytes = size_t{512} << 20;
+  static constexpr int kLanes = 8;
+
+  // Bytes per second.
   double pass() {
     std::vector<std::thread> pool;
     pool.reserve(threads_);
@@ -361,10 +373,6 @@ class ReadStream {
     return read ? static_cast<double>(words) * threads_ * 8 / seconds : 0.0;
   }
 
- private:
-  static constexpr size_t kBytes = size_t{512} << 20;
-  static constexpr int kLanes = 8;
-
   static uint64_t sum(const uint64_t* data, size_t words) {
     uint64_t lanes[kLanes] = {};
     for (size_t i = 0; i < words; i += kLanes) {
@@ -376,6 +384,7 @@ class ReadStream {
   int threads_;
   std::vector<uint64_t> data_;
   std::vector<uint64_t> sums_;
+  std::vector<double> passes_;
 };
 
 Result<std::vector<std::unique_ptr<Subject>>> make_subjects(const std::string& name) {
@@ -428,7 +437,7 @@ Status turn(Subject* subject, ggml_backend_t cpu, double* seconds) {
 // `stream` takes its turn in every round, so that the memory is as busy for it as for the caches; null: not
 // asked for.
 Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu, ReadStream* stream,
-                  std::vector<double>* stream_passes, AttentionBench* out) {
+                  AttentionBench* out) {
   std::vector<Timed> timed;
   for (const std::string& name : o.caches) {
     Result<std::vector<std::unique_ptr<Subject>>> subjects = make_subjects(name);
@@ -451,9 +460,7 @@ Status run_length(const BenchAttentionOptions& o, int length, ggml_backend_t cpu
       if (o.progress)
         o.progress(static_cast<double>(round + 1) / o.repeats, t.cache + " at " + std::to_string(length));
     }
-    if (stream == nullptr) continue;
-    stream->pass();
-    stream_passes->push_back(stream->pass());
+    if (stream != nullptr) stream->take_turn();
   }
   for (const Timed& t : timed) {
     const double seconds = median(t.seconds) / o.layers;
@@ -494,12 +501,11 @@ Status bench_attention(const BenchAttentionOptions& options, AttentionBench* out
       ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
   if (set_threads != nullptr) set_threads(cpu.get(), options.threads);
   const auto stream = options.stream ? std::make_unique<ReadStream>(options.threads) : nullptr;
-  std::vector<double> passes;
   for (const int length : options.lengths) {
-    KVANT_RETURN_IF_ERROR(run_length(options, length, cpu.get(), stream.get(), &passes, out));
+    KVANT_RETURN_IF_ERROR(run_length(options, length, cpu.get(), stream.get(), out));
   }
-  if (passes.empty()) return {};
-  out->stream_gigabytes_per_s = median(passes) * 1e-9;
+  if (stream == nullptr || !stream->measured()) return {};
+  out->stream_gigabytes_per_s = stream->bytes_per_s() * 1e-9;
   for (AttentionRow& row : out->rows) row.stream_share = row.gigabytes_per_s / out->stream_gigabytes_per_s;
   return {};
 }

@@ -136,13 +136,8 @@ void AttentionRunner::ask_for_run(const Block& block, int first_page) const {
 
 // The first tiles of a run, which no strip before has asked for.
 void AttentionRunner::ask_for_first_tiles(const Block& block, int run) {
-  const int first = run * kRunPages;
-  const int end = std::min(first + kPrefetchTiles, block.stream->n_pages);
   n_tiles_ = 0;
-  for (int number = first; number < end && n_tiles_ < kPrefetchTiles; ++number) {
-    list_page_tiles(block, cache_.side_page(args_.layer, block.stream->stream, number, Side::kKey),
-                    Side::kKey);
-  }
+  list_first_key_tiles(block, run * kRunPages);
   for (int i = 0; i < std::min(n_tiles_, kPrefetchTiles); ++i) {
     for (uint32_t at = 0; at < tiles_[i].bytes; at += 64) __builtin_prefetch(tiles_[i].at + at, 0, 2);
   }
@@ -243,8 +238,35 @@ void AttentionRunner::finish(const Block& block, State* state) {
   }
 }
 
-void AttentionRunner::run_split(const Block& block, int group, int run) {
+AttentionRunner::State AttentionRunner::state_of_run(const Block& block, std::byte* states, int run) const {
+  const size_t rows = static_cast<size_t>(block.all_rows());
+  std::byte* at = states + static_cast<size_t>(run) * rows * layout_.row_state;
+  State s;
+  s.row = reinterpret_cast<simd::RowState*>(at);
+  s.acc_tile = reinterpret_cast<float*>(at + align_up(rows * sizeof(simd::RowState), 64));
+  s.acc_rows = s.acc_tile + rows * layer_.shape.value_dim;
+  return s;
+}
+
+// Merges runs in order, into the state of the first, as far as they have finished; other threads go on
+// meanwhile. The thread that merges looks again after it let go, so that no run is left behind.
+void AttentionRunner::merge_finished(const Block& block, std::byte* states, std::atomic<int>* merged,
+                                     const std::atomic<int>* finished) {
+  constexpr int kMerging = -1;
   const int runs = job_->max_runs_;
+  State total = state_of_run(block, states, 0);
+  int at = merged->load();
+  while (at != kMerging && at < runs && finished[at].load() != 0) {
+    if (!merged->compare_exchange_strong(at, kMerging)) continue;
+    do {
+      if (at != 0) merge(block, state_of_run(block, states, at), &total);
+    } while (++at < runs && finished[at].load() != 0);
+    if (at == runs) finish(block, &total);
+    merged->store(at);
+  }
+}
+
+void AttentionRunner::run_split(const Block& block, int group, int run) {
   std::byte* shared = job_->workspace_->shared_memory();
   const Queries queries = place_queries(shared + static_cast<size_t>(group) * layout_.shared_query);
   if (prepared_group_ != group) ask_for_first_tiles(block, run);
@@ -261,37 +283,15 @@ void AttentionRunner::run_split(const Block& block, int group, int run) {
   if (prepared_group_ != group) prepare_queries(block, queries);
   prepared_group_ = group;
   // States of this group in the shared memory: [rows of earlier groups * runs + run * rows].
-  const size_t all_rows = static_cast<size_t>(block.all_rows());
   size_t rows_before = 0;
   for (int g = 0; g < group; ++g) rows_before += find_block(g).all_rows();
   std::byte* states = shared + static_cast<size_t>(kMaxSplitGroups) * layout_.shared_query +
-                      rows_before * runs * layout_.row_state;
-  auto state_at = [&](int index) {
-    std::byte* at = states + static_cast<size_t>(index) * all_rows * layout_.row_state;
-    State s;
-    s.row = reinterpret_cast<simd::RowState*>(at);
-    s.acc_tile = reinterpret_cast<float*>(at + align_up(all_rows * sizeof(simd::RowState), 64));
-    s.acc_rows = s.acc_tile + all_rows * layer_.shape.value_dim;
-    return s;
-  };
-  State mine = state_at(run);
+                      rows_before * job_->max_runs_ * layout_.row_state;
+  State mine = state_of_run(block, states, run);
   attend_run(block, queries, run, &mine);
-  // In order, into the state of the first run, as far as runs have finished; other threads go on meanwhile.
-  // The thread that merges looks again after it let go, so that no run is left behind.
-  constexpr int kMerging = -1;
-  std::atomic<int>& merged = progress[1];
   std::atomic<int>* finished = progress + 2;
-  State total = state_at(0);
   finished[run].store(1);
-  int at = merged.load();
-  while (at != kMerging && at < runs && finished[at].load() != 0) {
-    if (!merged.compare_exchange_strong(at, kMerging)) continue;
-    do {
-      if (at != 0) merge(block, state_at(at), &total);
-    } while (++at < runs && finished[at].load() != 0);
-    if (at == runs) finish(block, &total);
-    merged.store(at);
-  }
+  merge_finished(block, states, progress + 1, finished);
 }
 
 void AttentionRunner::run_item(int item, int following) {

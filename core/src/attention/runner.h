@@ -115,6 +115,7 @@ class AttentionRunner {
   int first_page_of_next_run(const Block& block, int run) const;
   void ask_for_run(const Block& block, int first_page) const;
   void ask_for_first_tiles(const Block& block, int run);
+  void list_first_key_tiles(const Block& block, int first);
   void list_tiles(const Block& block, int pages, int after);
   void list_page_tiles(const Block& block, const SidePage& page, Side side);
   TileAddress next_tile(const std::byte* tile);
@@ -139,6 +140,10 @@ class AttentionRunner {
                               const float* weights);
   void merge(const Block& block, const State& from, State* into) const;
   void finish(const Block& block, State* state);
+  // `states`: of the runs of the block's group, in the shared memory.
+  State state_of_run(const Block& block, std::byte* states, int run) const;
+  void merge_finished(const Block& block, std::byte* states, std::atomic<int>* merged,
+                      const std::atomic<int>* finished);
   void run_split(const Block& block, int group, int run);
 
   AttentionJob* job_;

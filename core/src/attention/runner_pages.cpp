@@ -416,18 +416,23 @@ void AttentionRunner::list_page_tiles(const Block& block, const SidePage& page, 
   }
 }
 
+// The first key tiles from page `first` on, as many as are asked for ahead.
+void AttentionRunner::list_first_key_tiles(const Block& block, int first) {
+  const int wanted = n_tiles_ + kPrefetchTiles;
+  const int end = std::min(first + kPrefetchTiles, block.stream->n_pages);
+  for (int number = first; number < end && n_tiles_ < wanted; ++number) {
+    list_page_tiles(block, cache_.side_page(args_.layer, block.stream->stream, number, Side::kKey),
+                    Side::kKey);
+  }
+}
+
 // The tiles that a strip will use, in order, and the first ones of page `after`, which follows it.
 void AttentionRunner::list_tiles(const Block& block, int pages, int after) {
   n_tiles_ = at_tile_ = 0;
   if (pages == 0) return;
   for (int i = 0; i < pages; ++i) list_page_tiles(block, *strip_[i].keys, Side::kKey);
   for (int i = 0; i < pages; ++i) list_page_tiles(block, *strip_[i].values, Side::kValue);
-  const int wanted = n_tiles_ + kPrefetchTiles;
-  const int end = std::min(after + kPrefetchTiles, block.stream->n_pages);
-  for (int number = after; number < end && n_tiles_ < wanted; ++number) {
-    list_page_tiles(block, cache_.side_page(args_.layer, block.stream->stream, number, Side::kKey),
-                    Side::kKey);
-  }
+  list_first_key_tiles(block, after);
 }
 
 // What will be read a few tiles after `tile`, or nothing of `tile` itself.

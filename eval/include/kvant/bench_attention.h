@@ -35,10 +35,9 @@ struct AttentionRow {
   double ns_per_head_key = 0;  // per query head, sequence and key, all threads together (wall time)
   double cache_bytes = 0;      // read per token step and layer
   double gigabytes_per_s = 0;
-  double stream_share =
-      0;                 // of a plain read stream of the same threads, median against median, taken in turn
-  double max_error = 0;  // kvant: largest |engine - DQREF| relative to the largest |DQREF|
-  std::string note;      // "flash attention off" where that was faster
+  double stream_share = 0;  // of a plain read stream of the same threads, taken in turn; of medians
+  double max_error = 0;     // kvant: largest |engine - DQREF| relative to the largest |DQREF|
+  std::string note;         // "flash attention off" where that was faster
 };
 
 struct AttentionBench {
